@@ -1,0 +1,56 @@
+"""One-line validators: each names the argument, what came and what is required."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+
+
+def _real(name: str, value: object, requirement: str) -> float:
+    """A finite real number, as float; booleans are not numbers here."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {requirement}, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be {requirement}, got {value!r}")
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
+    """A finite real number greater than zero."""
+    number = _real(name, value, "a number greater than 0")
+    if number <= 0:
+        raise ValueError(f"{name} must be greater than 0, got {value!r}")
+    return number
+
+
+def non_negative(name: str, value: object) -> float:
+    """A finite real number that is zero or more."""
+    number = _real(name, value, "a number, 0 or greater")
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or greater, got {value!r}")
+    return number
+
+
+def fraction(name: str, value: object) -> float:
+    """A real number in [0, 1)."""
+    number = _real(name, value, "a number in [0, 1)")
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    return number
+
+
+def positive_int(name: str, value: object) -> int:
+    """An integer greater than zero."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def one_of(name: str, value: object, options: Collection[str]) -> str:
+    """One of a few names."""
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+    return value

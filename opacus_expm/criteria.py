@@ -1,0 +1,262 @@
+"""Loss functions as seen from the model's outputs: gradient and Gauss-Newton factor of one record.
+
+For a record with outputs f ∈ R^m and target y, a criterion gives
+
+    ∇_f ℓ ∈ R^m    and    M ∈ R^{m×q} with MMᵀ = L = ∇²_f ℓ, its negative eigenvalues set to 0,
+
+so that the record's Gauss-Newton matrix JᵀLJ = (MᵀJ)ᵀ(MᵀJ) is positive semi-definite by construction.
+A criterion also names a ``basis``, orthonormal rows that span every ∇_f ℓ and the range of every L:
+only the Jacobian's rows along it are needed. Softmax outputs lose one row this way, because adding a
+constant to all logits changes nothing.
+
+Whatever a record holds, nothing here raises for it: a target that is not finite or not a class gives
+values that are not finite or zero, and such a record contributes nothing (see ``sums``).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Criterion(Protocol):
+    """What the statistics pass needs of a loss."""
+
+    def basis(self, outputs: int) -> Tensor:
+        """Orthonormal rows (r, m), float64, that span all output gradients and output Hessians."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise for targets whose shape or dtype cannot be right; never for their values."""
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """∇_f ℓ of shape (B, m) and M of shape (B, m, q), both float64, for float64 outputs (B, m)."""
+
+
+def _check_regression_targets(outputs: Tensor, targets: Tensor, loss: str) -> None:
+    """Targets must be floating (or integer counts) and match the outputs record by record."""
+    if targets.is_complex():
+        raise ValueError(f"target dtype {targets.dtype} does not suit {loss}; pass real numbers")
+    if targets.shape[0] != outputs.shape[0] or targets[:1].numel() != outputs[:1].numel():
+        raise ValueError(
+            f"target has shape {tuple(targets.shape)} where {loss} needs {tuple(outputs.shape)}, the shape of the "
+            "model's output; reshape the target in the data set or the collate function"
+        )
+
+
+def _diagonal_factor(diagonal: Tensor) -> Tensor:
+    """M for a diagonal L, negative entries set to 0 (a NaN stays, so that the record is dropped)."""
+    return torch.diag_embed(diagonal.clamp(min=0).sqrt())
+
+
+@dataclass(frozen=True)
+class MeanSquaredError:
+    """ℓ = s·Σ_j (f_j − y_j)², with s = 1/m (the default) or 1: ∇ℓ = 2s(f−y), L = 2sI."""
+
+    sum_over_outputs: bool = False
+
+    def basis(self, outputs: int) -> Tensor:
+        """All m coordinates."""
+        return torch.eye(outputs, dtype=torch.float64)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """One real number per output."""
+        _check_regression_targets(outputs, targets, "mean squared error")
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """2s(f−y) and √(2s)·I."""
+        scale = 2.0 if self.sum_over_outputs else 2.0 / outputs.shape[1]
+        residual = outputs - targets.to(outputs.dtype).reshape(outputs.shape)
+        return scale * residual, _diagonal_factor(torch.full_like(outputs, scale))
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax cross-entropy, ℓ = −Σ_c t_c ln σ_c(f), with class indices or probabilities as targets.
+
+    t_c = w_c·((1−a)·y_c + a/m) with class weights w and label smoothing a, as in torch; then
+    ∇ℓ = τσ − t and L = τ(diag σ − σσᵀ), τ = Σ t_c. The weights scale each record's loss; torch's division
+    by the sum of the batch's weights is left out, because it would tie records to one another.
+    A record whose class is ``ignore_index``, or no class at all, contributes nothing.
+    """
+
+    weight: Tensor | None = None
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+
+    def basis(self, outputs: int) -> Tensor:
+        """The m − 1 directions orthogonal to (1, …, 1)."""
+        if outputs == 1:
+            raise ValueError(
+                "cross-entropy needs at least 2 outputs, the model has 1; use nn.BCEWithLogitsLoss() as criterion"
+            )
+        # Helmert rows: deterministic, orthonormal, orthogonal to the constant vector.
+        rows = torch.tril(torch.ones(outputs - 1, outputs, dtype=torch.float64))
+        index = torch.arange(1, outputs, dtype=torch.float64)
+        rows[torch.arange(outputs - 1), torch.arange(1, outputs)] = -index
+        return rows / torch.sqrt(index * (index + 1))[:, None]
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Integer classes of shape (B,), or probabilities of the outputs' shape."""
+        m = outputs.shape[1]
+        if targets.is_floating_point():
+            if targets.shape != outputs.shape:
+                raise ValueError(
+                    f"target has shape {tuple(targets.shape)} where cross-entropy with probabilities needs "
+                    f"{tuple(outputs.shape)}; pass integer classes of shape {tuple(outputs.shape[:1])} instead?"
+                )
+        elif targets.is_complex() or targets.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"target has shape {tuple(targets.shape)} and dtype {targets.dtype} where cross-entropy needs integer "
+                f"classes of shape {tuple(outputs.shape[:1])}, or probabilities of shape {tuple(outputs.shape)}"
+            )
+        if self.weight is not None and self.weight.shape != (m,):
+            raise ValueError(f"criterion weight has shape {tuple(self.weight.shape)}, the model has {m} outputs")
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """τσ − t and √τ·(diag √σ − σ√σᵀ)."""
+        m = outputs.shape[1]
+        if targets.is_floating_point():
+            labels, counted = targets.to(outputs.dtype), torch.ones_like(outputs[:, :1])
+        else:
+            valid = (targets >= 0) & (targets < m) & (targets != self.ignore_index)
+            labels = F.one_hot(torch.where(valid, targets, 0).long(), m).to(outputs.dtype)
+            counted = valid[:, None].to(outputs.dtype)
+        t = counted * ((1 - self.label_smoothing) * labels + self.label_smoothing / m)
+        if self.weight is not None:
+            t = t * self.weight.to(t)
+        total = t.sum(1, keepdim=True)
+        sigma = F.softmax(outputs, dim=1)
+        root = sigma.sqrt()
+        factor = torch.diag_embed(root) - sigma[:, :, None] * root[:, None, :]
+        return total * sigma - t, total.clamp(min=0).sqrt()[:, :, None] * factor
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy:
+    """Binary cross-entropy of each output's logit, ℓ = s·Σ_j w_j[p_j y_j ln(1+e^{−f_j}) + (1−y_j) ln(1+e^{f_j})].
+
+    s = 1/m (the default) or 1, w = ``weight``, p = ``pos_weight``. With a = w(1 − y + py):
+    ∇ℓ = s(aσ − wpy) and L = s·diag(aσ(1−σ)).
+    """
+
+    weight: Tensor | None = None
+    pos_weight: Tensor | None = None
+    sum_over_outputs: bool = False
+
+    def basis(self, outputs: int) -> Tensor:
+        """All m coordinates."""
+        return torch.eye(outputs, dtype=torch.float64)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """One number per output; weights per output, not per record."""
+        _check_regression_targets(outputs, targets, "binary cross-entropy")
+        for name, value in (("weight", self.weight), ("pos_weight", self.pos_weight)):
+            if value is not None and value.numel() not in (1, outputs.shape[1]):
+                raise ValueError(
+                    f"criterion {name} has shape {tuple(value.shape)}; give one value, or one for each of the "
+                    f"{outputs.shape[1]} outputs (a weight for each record belongs into the data set)"
+                )
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """s(aσ − wpy) and diag √(s·aσ(1−σ))."""
+        one = torch.ones(1, dtype=outputs.dtype, device=outputs.device)
+        w = one if self.weight is None else self.weight.to(outputs).flatten()
+        p = one if self.pos_weight is None else self.pos_weight.to(outputs).flatten()
+        y = targets.to(outputs.dtype).reshape(outputs.shape)
+        scale = 1.0 if self.sum_over_outputs else 1.0 / outputs.shape[1]
+        sigma = torch.sigmoid(outputs)
+        a = w * (1 - y + p * y)
+        return scale * (a * sigma - w * p * y), _diagonal_factor(scale * a * sigma * (1 - sigma))
+
+
+@dataclass(frozen=True)
+class AutodiffCriterion:
+    """Any other criterion: its value on a batch of one record, differentiated twice with respect to the outputs.
+
+    M is built from the eigendecomposition of the Hessian with negative eigenvalues set to 0.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def basis(self, outputs: int) -> Tensor:
+        """All m coordinates."""
+        return torch.eye(outputs, dtype=torch.float64)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """The criterion must give one number for one record."""
+        if targets.shape[:1] != outputs.shape[:1]:
+            raise ValueError(
+                f"target has shape {tuple(targets.shape)} where the model's output has shape {tuple(outputs.shape)}: "
+                "they must agree in the first (batch) dimension"
+            )
+        # On zeros: the answer must not depend on a record.
+        value = self.function(torch.zeros_like(outputs[:1]), torch.zeros_like(targets[:1]))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(
+                f"criterion must return one number for one record, got {getattr(value, 'shape', type(value))}; "
+                "use reduction='mean' or 'sum'"
+            )
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Vmap of grad and of hessian, then M = V diag √max(e, 0)."""
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return self.function(output[None], target[None]).reshape(())
+
+        targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+        gradient = torch.func.vmap(torch.func.grad(loss))(outputs, targets)
+        hessian = torch.func.vmap(torch.func.hessian(loss))(outputs, targets)
+        finite = hessian.flatten(1).isfinite().all(1)[:, None, None]
+        values, vectors = torch.linalg.eigh(torch.where(finite, hessian, 0.0))
+        factor = vectors * values.clamp(min=0).sqrt()[:, None, :]
+        return gradient, torch.where(finite, factor, math.nan)
+
+
+def make_criterion(criterion: object, targets: Tensor) -> Criterion:
+    """The package's view of a torch loss; ``None`` infers it from the targets' dtype and says so.
+
+    Raises:
+        TypeError: ``criterion`` cannot be called.
+        ValueError: an option that has no meaning for one record at a time.
+    """
+    if criterion is None:
+        integer = not (targets.is_floating_point() or targets.is_complex())
+        name = "cross-entropy" if integer else "mean squared error"
+        warnings.warn(
+            f"criterion=None: targets are {targets.dtype}, so {name} is used; pass criterion= to choose",
+            UserWarning,
+            stacklevel=2,
+        )
+        return CrossEntropy() if integer else MeanSquaredError()
+    if not callable(criterion):
+        raise TypeError(f"criterion must be a loss such as nn.CrossEntropyLoss(), got {criterion!r}")
+    reduction = getattr(criterion, "reduction", "mean")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"criterion has reduction={reduction!r}; use 'mean' or 'sum', which give one number for one record"
+        )
+    return _known(criterion, sum_over_outputs=reduction == "sum")
+
+
+def _known(criterion: Any, *, sum_over_outputs: bool) -> Criterion:
+    """Closed forms for torch's common losses; automatic differentiation for the rest."""
+    if type(criterion) is nn.MSELoss or criterion is F.mse_loss:
+        return MeanSquaredError(sum_over_outputs)
+    if criterion is F.cross_entropy:
+        return CrossEntropy()
+    if type(criterion) is nn.CrossEntropyLoss:
+        return CrossEntropy(criterion.weight, criterion.label_smoothing, criterion.ignore_index)
+    if criterion is F.binary_cross_entropy_with_logits:
+        return BinaryCrossEntropy()
+    if type(criterion) is nn.BCEWithLogitsLoss:
+        return BinaryCrossEntropy(criterion.weight, criterion.pos_weight, sum_over_outputs)
+    # Outputs arrive in float64, so a module's own tensors (class weights) must be float64 too.
+    return AutodiffCriterion(copy.deepcopy(criterion).double() if isinstance(criterion, nn.Module) else criterion)

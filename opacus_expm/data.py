@@ -1,0 +1,207 @@
+"""The private data on its way in: which loaders give every record exactly one visit, and how batches are cut.
+
+The guarantee compares two data sets that differ in one record. It holds only if that record moves the sums by
+one record's worth, so a loader that may repeat, drop or duplicate records is refused:
+
+| loader | verdict | because |
+|---|---|---|
+| sequential, or shuffled without replacement | accepted | every record once |
+| ``SubsetRandomSampler``, ``Subset`` with distinct indices | accepted | every chosen record once |
+| ``DistributedSampler`` that neither pads nor drops | accepted | every record once over the ranks |
+| ``drop_last=True`` (when a batch could be dropped) | refused | without one record, a dropped one comes back |
+| with replacement, ``num_samples``, ``WeightedRandomSampler`` | refused | a record may count twice |
+| Opacus's Poisson sampling (``DPDataLoader``) | refused | a record may be missing or come back |
+| ``DistributedSampler`` that pads or drops | refused | a record may count twice, or another be re-admitted |
+| any other sampler | refused | what it visits is not known |
+| iterable data set with two or more workers | refused | each worker may yield every record |
+| ``batch_size=None`` | refused | what one record is would not be known |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from tqdm.auto import tqdm
+
+from opacus_expm import _check
+from opacus_expm.model import cast_inputs
+
+_WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
+
+
+def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
+    """A loader that visits every record exactly once, or an error that says why it may not.
+
+    Raises:
+        TypeError: not a ``DataLoader``.
+        ValueError: a loader of the refused kinds in this module's table, or an empty one.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"{name} must be a torch.utils.data.DataLoader, got {type(loader).__name__}; {_WAY_OUT}")
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise ValueError(f"{name} has batch_size=None, so what one record is would not be known; {_WAY_OUT}")
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers > 1:
+            raise ValueError(
+                f"{name} has an iterable data set and num_workers={loader.num_workers}: each worker may yield every "
+                "record; use num_workers=0 or 1"
+            )
+        if loader.drop_last:
+            raise ValueError(f"{name} has drop_last=True: removing a record would re-admit a dropped one; {_WAY_OUT}")
+        return loader
+    if len(loader.dataset) == 0:  # type: ignore[arg-type]
+        raise ValueError(f"{name} is empty: its data set has no record")
+    _check_distinct(loader.dataset, name)
+    batches = loader.batch_sampler
+    if isinstance(batches, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        raise ValueError(
+            f"{name} uses Poisson sampling, which may skip or repeat records; pass the loader as it was before "
+            "PrivacyEngine.make_private, or make_private(..., poisson_sampling=False)"
+        )
+    if type(batches) is not BatchSampler:
+        raise ValueError(
+            f"{name} has a batch_sampler of type {type(batches).__name__}, not known to visit "
+            f"every record once; {_WAY_OUT}"
+        )
+    _check_sampler(batches.sampler, name)
+    visited = len(batches.sampler)  # type: ignore[arg-type]
+    if batches.drop_last and visited % batches.batch_size:
+        raise ValueError(
+            f"{name} has drop_last=True: removing one record would re-admit a dropped one, so that neighbouring data "
+            f"sets differ in two; {_WAY_OUT} and drop_last=False"
+        )
+    return loader
+
+
+def _check_distinct(dataset: Any, name: str) -> None:
+    """Refuse a ``Subset`` that lists a record twice, at any depth."""
+    while isinstance(dataset, Subset):
+        if len(set(dataset.indices)) != len(dataset.indices):
+            raise ValueError(f"{name} has a Subset with repeated indices: a record would count twice; drop repeats")
+        dataset = dataset.dataset
+
+
+def _check_sampler(sampler: Any, name: str) -> None:
+    """Refuse a sampler that may repeat or leave out a record."""
+    if isinstance(sampler, WeightedRandomSampler):
+        raise ValueError(f"{name} uses WeightedRandomSampler: a record may count twice or not at all; {_WAY_OUT}")
+    if type(sampler) is RandomSampler:
+        if sampler.replacement or sampler._num_samples is not None:
+            raise ValueError(
+                f"{name} uses RandomSampler with replacement or num_samples: a record may count twice or not at all; "
+                f"{_WAY_OUT}"
+            )
+    elif type(sampler) is SubsetRandomSampler:
+        if len(set(sampler.indices)) != len(sampler.indices):
+            raise ValueError(f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice")
+    elif type(sampler) is DistributedSampler:
+        if len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
+            raise ValueError(
+                f"{name} uses DistributedSampler, whose {sampler.num_replicas} replicas do not divide the data set: it "
+                "pads by repeating records, or drops some; give each rank a Subset with distinct indices"
+            )
+    elif type(sampler) is not SequentialSampler:
+        raise ValueError(
+            f"{name} uses a sampler of type {type(sampler).__name__}, which is not known to visit every "
+            f"record once; {_WAY_OUT}"
+        )
+
+
+def dataset_size(loader: DataLoader[Any]) -> int | None:
+    """Number of records that one pass visits, or None for an iterable data set."""
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.batch_sampler, BatchSampler):
+        return None
+    return len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
+
+
+def split_batch(batch: Any, name: str = "loader") -> tuple[Any, Tensor]:
+    """A batch as (inputs, targets).
+
+    Raises:
+        ValueError: the batch is not a pair with a target tensor whose first dimension is the batch.
+    """
+    if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or len(batch) != 2:
+        found = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
+        raise ValueError(
+            f"{name} must yield pairs (input, target), got {found}; adapt the data set or the collate function"
+        )
+    inputs, targets = batch
+    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if not isinstance(targets, Tensor) or targets.dim() == 0 or not tensors:
+        raise ValueError(
+            f"{name} must yield pairs of tensors (input, target), got {type(inputs).__name__} and "
+            f"{type(targets).__name__}; adapt the data set or the collate function"
+        )
+    if any(t.dim() == 0 or t.shape[0] != targets.shape[0] for t in tensors):
+        raise ValueError(
+            f"{name} yields inputs and targets whose first dimensions differ: they must be one row per record"
+        )
+    return inputs, targets
+
+
+def take(inputs: Any, piece: slice) -> Any:
+    """Some of a batch's records."""
+    return pytree.tree_map(lambda t: t[piece] if isinstance(t, Tensor) else t, inputs)
+
+
+def batches(
+    loader: DataLoader[Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_physical_batch_size: int | None,
+    progress: bool | None,
+    name: str = "loader",
+) -> Iterator[tuple[Any, Tensor]]:
+    """One pass over the loader as (inputs, targets) on the model's device, in pieces of limited size.
+
+    Args:
+        loader: the data.
+        device: the model's device.
+        dtype: the statistics' floating type.
+        max_physical_batch_size: largest number of records at a time; None leaves batches whole.
+        progress: True or False shows or hides a bar; None shows it on a terminal only.
+        name: the argument's name, for messages.
+
+    Raises:
+        ValueError: a batch that is not a pair, an empty loader, or a number of records other than the sampler's
+            (a collate function must not drop or repeat records). The message holds no count.
+    """
+    if max_physical_batch_size is not None:
+        _check.positive_int("max_physical_batch_size", max_physical_batch_size)
+    expected = dataset_size(loader)
+    disable = None if progress is None else not progress
+    seen = 0
+    # The bar counts batches: public where len(dataset) is, and no bar is shown for unsized data.
+    for batch in tqdm(loader, desc=name, unit="batch", disable=True if expected is None else disable, leave=False):
+        inputs, targets = split_batch(batch, name)
+        seen += targets.shape[0]
+        step = max_physical_batch_size or max(targets.shape[0], 1)
+        for start in range(0, targets.shape[0], step):
+            piece = slice(start, start + step)
+            yield cast_inputs(take(inputs, piece), device, dtype), targets[piece].to(device)
+    if seen == 0:
+        raise ValueError(f"{name} is empty: it yielded no record")
+    if expected is not None and seen != expected:
+        raise ValueError(
+            f"{name} did not yield every record exactly once: its collate function must keep all records of a batch"
+        )

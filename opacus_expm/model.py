@@ -1,0 +1,178 @@
+"""What the package needs to know of the user's module: its parameters, how to call it, how to change it.
+
+The user's module is never modified. Statistics are computed on a working copy in evaluation mode, and
+the release is a second copy whose parameters are θ* + Aξ.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each trainable parameter lives in the flat vector θ ∈ R^p.
+
+    A parameter shared by several modules counts once, under its first name.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """The layout of the parameters with ``requires_grad``, in the order of ``named_parameters``."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        sizes = [p.numel() for _, p in named]
+        offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        return cls(tuple(n for n, _ in named), tuple(p.shape for _, p in named), offsets, sum(sizes))
+
+    def slices(self) -> Iterator[tuple[str, torch.Size, slice]]:
+        """Name, shape and place of every parameter."""
+        for name, shape, start in zip(self.names, self.shapes, self.offsets, strict=True):
+            yield name, shape, slice(start, start + math.prod(shape))
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module itself, out of ``torch.compile``'s wrapper."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def check_module(module: object) -> nn.Module:
+    """A module that can be fine-tuned privately, or an error that says why not.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: there is nothing to train, a parameter is not finite, or a layer mixes the records
+            of a batch even in evaluation mode.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {module!r} of type {type(module).__name__}")
+    module = unwrap(module)
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "model has no trainable parameter (requires_grad=True), so there is nothing to fine-tune; "
+            "call requires_grad_(True) on the parameters that may move"
+        )
+    for name, p in trainable:
+        if not p.is_floating_point():
+            raise ValueError(f"model parameter {name!r} has dtype {p.dtype}; only real floating types can move")
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(f"model parameter {name!r} holds NaN or infinity; load sound pretrained weights first")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
+            raise ValueError(
+                f"model layer {name!r} ({type(layer).__name__} with track_running_stats=False) normalises by the "
+                "other records of the batch even in evaluation mode; use GroupNorm, or running statistics"
+            )
+    return module
+
+
+def working_copy(module: nn.Module) -> nn.Module:
+    """A copy in evaluation mode and in at least float32, for computing statistics.
+
+    Frozen parameters are shared with the original (nothing writes to them, unless the copy has to be
+    widened); trainable ones and buffers are copied, so that neither hooks nor an interruption can reach
+    the user's module.
+    """
+    widen = any(p.dtype in _LOW_PRECISION for p in module.parameters())
+    shared: dict[int, Any] = {id(p): p for p in module.parameters() if not (p.requires_grad or widen)}
+    duplicate = copy.deepcopy(module, shared).eval()
+    duplicate.zero_grad(set_to_none=True)
+    return duplicate.float() if widen else duplicate
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype:
+    """The floating type in which statistics are computed: float64 for float64 models, else float32."""
+    double = any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if double else torch.float32
+
+
+def cast_inputs(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Inputs on the model's device; low-precision floating tensors in the statistics' dtype."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype) if value.dtype in _LOW_PRECISION else value.to(device)
+
+    return pytree.tree_map(move, inputs)
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """``module(x)``, ``module(*xs)`` or ``module(**named)``, as the kind of ``inputs`` suggests."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, tuple | list):
+        return module(*inputs)
+    return module(inputs)
+
+
+def outputs_of(result: Any) -> Tensor:
+    """The output tensor of a call: the result itself, or the ``logits`` of a Hugging Face result."""
+    tensor = getattr(result, "logits", result)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"model must return a tensor (or an object with .logits), got {type(result).__name__}; "
+            "wrap it in a module that returns the tensor the criterion needs"
+        )
+    if tensor.dim() != 2:
+        raise ValueError(
+            f"model must return a 2-D output (batch, outputs), got shape {tuple(tensor.shape)}; "
+            "flatten it, or unsqueeze(-1) a single output, in a wrapping module"
+        )
+    return tensor
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """No autocast and no TF32 inside: statistics must not be rounded to a coarser type."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def check_resolution(module: nn.Module, radius: float, size: int) -> None:
+    """Refuse, before anything is charged, a radius that the parameters' floating type cannot express."""
+    step = radius / math.sqrt(size)
+    for name, p in module.named_parameters():
+        if not p.requires_grad or p.numel() == 0:
+            continue
+        resolution = float(p.detach().abs().min()) * torch.finfo(p.dtype).eps / 2
+        if step < resolution / 4:
+            raise ValueError(
+                f"radius={radius!r} moves a parameter by about {step:.1e}, below the resolution {resolution:.1e} of "
+                f"{name!r} in {p.dtype}: it would not change; pass model.float(), or a larger radius"
+            )
+
+
+@torch.no_grad()
+def moved(module: nn.Module, layout: Layout, update: Tensor) -> nn.Module:
+    """A plain copy of ``module`` with parameters θ* + update; its mode is kept, its gradients are not."""
+    result = copy.deepcopy(module)
+    result.zero_grad(set_to_none=True)
+    parameters = dict(result.named_parameters())
+    for name, shape, place in layout.slices():
+        p = parameters[name]
+        wide = torch.promote_types(p.dtype, update.dtype)
+        p.copy_((p.to(wide) + update[place].view(shape).to(p.device, wide)).to(p.dtype))
+    return result

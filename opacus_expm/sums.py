@@ -1,0 +1,206 @@
+"""One pass over the private data: each record's quadratic, clipped in the projected space and added.
+
+With g_i = Aᵀ∇ℓ_i the projected gradient of record i, B_i = MᵢᵀJ_iA its Gauss-Newton factor (r_i × k) and
+H_i = B_iᵀB_i ⪰ 0 its projected Gauss-Newton matrix,
+
+    G = Σ_i g_i · min(1, C_g/|g_i|)          S = Σ_i H_i · min(1, C_H/‖H_i‖₂)
+
+Adding or removing one record moves G by at most C_g in norm and S by a positive semi-definite matrix of norm at
+most C_H, whatever the record holds: that, and nothing else about the model or the projection, is what the privacy
+guarantee rests on. ‖H_i‖₂ is the largest eigenvalue of the small matrix B_iB_iᵀ. A record whose g_i or H_i is not
+finite contributes zero to both sums, silently: an exception or a count would reveal it. Clipping and summing are
+in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from opacus_expm import _check
+from opacus_expm.criteria import Criterion
+
+ADJACENCIES = ("add_remove", "replace_one")
+
+
+class RowSource(Protocol):
+    """Either gatherer: outputs of a batch, and rows of its projected Jacobian for any cotangents."""
+
+    def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Outputs (B, m) and a function from cotangents (B, r, m) to rows (B, r, k)."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How far one record can move the sums; public.
+
+    Attributes:
+        max_grad_norm: C_g.
+        max_curvature: C_H; 0 where no private curvature is used.
+        parallel: every record's g_i is parallel to the only row of B_i (one output, two classes, or k = 1), which
+            narrows the range.
+        adjacency: ``"add_remove"`` or ``"replace_one"``.
+    """
+
+    max_grad_norm: float
+    max_curvature: float
+    parallel: bool
+    adjacency: str
+
+    def width(self, radius: float) -> float:
+        """W = sup u − inf u over the ball |ξ| ≤ R, u(ξ) = −ξᵀg − ½ξᵀHξ, over all records within the bounds.
+
+        Let d = ξ−η, s = ξ+η, so u(ξ)−u(η) = −dᵀg − ½dᵀHs. Writing H = ½C_H(I+E) with ‖E‖ ≤ 1, the second term is at
+        most ¼C_H(|d||s| − dᵀs), and −dᵀs = |η|²−|ξ|² ≤ 2R² − ½(|d|²+|s|²) because |η| ≤ R. The sum is largest on
+        |d|²+|s|² = 4R², where it is C_g|d| + ¼C_H|d||s|; with |s| = 2Rx and r = R·C_H/C_g,
+
+            x = r/(1 + √(1+2r²)),   W* = R·C_g·√(1−x²)·(2 + r·x),
+
+        attained when k and the rank of H may be 2 or more. Where g is parallel to the only row of B, a single
+        coordinate t ∈ [−R, R] matters and W₁ = 2RC_g if r ≤ 1, else R·C_g(1+r)²/(2r). Replacing a record is a removal
+        and an addition: at most twice that.
+        """
+        r = radius * self.max_curvature / self.max_grad_norm
+        if self.parallel:
+            shape = 2.0 if r <= 1 else (1 + r) ** 2 / (2 * r)
+        else:
+            x = r / (1 + math.hypot(1, math.sqrt(2) * r))
+            shape = math.sqrt(1 - x * x) * (2 + r * x)
+        return self._records() * radius * self.max_grad_norm * shape
+
+    def lipschitz(self, radius: float) -> float:
+        """Lipschitz constant on the ball of the change in Σu: C_g + R·C_H, or 2C_g + R·C_H for replace-one.
+
+        (Two curvatures within [0, C_H·I] differ by at most C_H in norm; two gradients by 2C_g.)
+        """
+        return self._records() * self.max_grad_norm + radius * self.max_curvature
+
+    def _records(self) -> int:
+        """How many records' worth of gradient a neighbouring data set may change."""
+        return 2 if self.adjacency == "replace_one" else 1
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ClippedSums:
+    """G and S of one pass: private data, to be used by a draw that is charged, and shown to nobody.
+
+    **Privacy:** holds private values. ``repr`` shows shapes and bounds only, and pickling is refused.
+    """
+
+    gradient: Tensor
+    curvature: Tensor | None
+    max_grad_norm: float
+    max_curvature: float
+    parallel: bool
+
+    def sensitivity(self, adjacency: str) -> Sensitivity:
+        """What one record can change, under the given adjacency."""
+        _check.one_of("adjacency", adjacency, ADJACENCIES)
+        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency)
+
+    def __repr__(self) -> str:
+        return (
+            f"ClippedSums(dim={self.gradient.shape[0]}, max_grad_norm={self.max_grad_norm}, "
+            f"max_curvature={self.max_curvature}, private values hidden)"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("ClippedSums holds private data and is not pickled; release a model instead")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RecordQuadratics:
+    """Gradient g (B, k) and factor B (B, q, k) of each record of a batch, float64, with |g| and ‖H‖₂; private.
+
+    ``parallel`` is public: the Jacobian has a single relevant row.
+    """
+
+    gradients: Tensor
+    factors: Tensor | None
+    gradient_norms: Tensor
+    curvature_norms: Tensor
+    parallel: bool
+
+
+def record_quadratics(
+    source: RowSource, criterion: Criterion, inputs: Any, targets: Tensor, *, curvature: bool
+) -> RecordQuadratics:
+    """Each record's projected gradient and Gauss-Newton factor, records that are not finite set to zero.
+
+    With ``curvature`` the Jacobian's rows along the criterion's basis are gathered and give both; without, one
+    backward pass gives the gradient alone.
+    """
+    outputs, pullback = source.outputs_and_pullback(inputs)
+    criterion.check(outputs, targets)
+    gradient, factor = criterion.gradient_and_factor(outputs.double(), targets)
+    if not curvature:
+        g = pullback(gradient.to(outputs.dtype)[:, None]).double()[:, 0]
+        norms = torch.linalg.vector_norm(g, dim=1)
+        finite = norms.isfinite()
+        g = torch.where(finite[:, None], g, 0.0)
+        return RecordQuadratics(g, None, torch.where(finite, norms, 0.0), torch.zeros_like(norms), parallel=False)
+    basis = criterion.basis(outputs.shape[1]).to(outputs.device)
+    rows = pullback(basis.to(outputs.dtype).expand(len(outputs), -1, -1)).double()
+    # J → g = Jᵀ(∇ℓ),  J → B = MᵀJ, in the basis' coordinates
+    g = torch.einsum("br,brk->bk", gradient @ basis.T, rows)
+    b = torch.einsum("brq,brk->bqk", basis @ factor, rows)
+    gram = b @ b.transpose(1, 2)
+    trace = gram.diagonal(dim1=1, dim2=2).sum(1)
+    norms = torch.linalg.vector_norm(g, dim=1)
+    finite = norms.isfinite() & trace.isfinite()  # |gram| ≤ trace entrywise
+    # Scaled to trace 1, so that no record can make the eigenvalue routine overflow or fail.
+    unit = torch.where((finite & (trace > 0))[:, None, None], gram / trace[:, None, None], 0.0)
+    curvature_norms = trace * torch.linalg.eigvalsh(unit)[:, -1].clamp(min=0)
+    return RecordQuadratics(
+        torch.where(finite[:, None], g, 0.0),
+        torch.where(finite[:, None, None], b, 0.0),
+        torch.where(finite, norms, 0.0),
+        torch.where(finite, curvature_norms, 0.0),
+        parallel=rows.shape[1] == 1,
+    )
+
+
+def clipped_sums(
+    source: RowSource,
+    criterion: Criterion,
+    pass_over: Iterable[tuple[Any, Tensor]],
+    *,
+    max_grad_norm: float,
+    max_curvature: float,
+) -> ClippedSums:
+    """Clip every record's quadratic and add, over one pass.
+
+    Args:
+        source: gatherer of projected rows.
+        criterion: the loss.
+        pass_over: (inputs, targets) that visit every record once.
+        max_grad_norm: C_g > 0.
+        max_curvature: C_H ≥ 0; 0 leaves the curvature out and needs one backward pass instead of m.
+
+    **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
+    """
+    total_g: Tensor | None = None
+    total_s: Tensor | None = None
+    parallel = False
+    for inputs, targets in pass_over:
+        records = record_quadratics(source, criterion, inputs, targets, curvature=max_curvature > 0)
+        g = records.gradients * _clip(records.gradient_norms, max_grad_norm)[:, None]
+        total_g = g.sum(0) if total_g is None else total_g + g.sum(0)
+        if records.factors is not None:
+            scale = _clip(records.curvature_norms, max_curvature).sqrt()
+            b = (records.factors * scale[:, None, None]).flatten(0, 1)
+            total_s = b.T @ b if total_s is None else total_s.addmm_(b.T, b)
+        parallel = records.parallel
+    if total_g is None:
+        raise ValueError("loader is empty: it yielded no record")
+    return ClippedSums(total_g, total_s, max_grad_norm, max_curvature, parallel or total_g.shape[0] == 1)
+
+
+def _clip(norms: Tensor, bound: float) -> Tensor:
+    """min(1, bound/norm), 1 for a norm of zero."""
+    return (bound / norms).clamp(max=1.0)
