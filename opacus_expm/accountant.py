@@ -7,17 +7,26 @@ data share one total.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
-from opacus.accountants import IAccountant, RDPAccountant, register_accountant
+from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
-from opacus_expm import _check, curves
+from opacus_expm import _check
+from opacus_expm.composition import Filter, Steps, total_epsilon
+from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import ADJACENCIES
+
+
+class BudgetExceeded(ValueError):
+    """An event would exceed the declared budget; nothing was charged or released."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Release:
         projection: kind of projection.
         proj_dim: k.
         seed: public seed of the projection, None where nothing is random.
+        sampler: how the draw was made.
+        failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
     """
 
     epsilon_range: float
@@ -55,12 +66,34 @@ class Release:
     projection: str
     proj_dim: int
     seed: int | None
+    sampler: str = "exact"
+    failure_probability: float = 0.0
 
     def __post_init__(self) -> None:
         _check.positive("epsilon_range", self.epsilon_range)
-        if not self.mu > 0:
+        if isinstance(self.mu, bool) or not isinstance(self.mu, int | float) or not self.mu > 0:
             raise ValueError(f"mu must be greater than 0 (infinite where there is none), got {self.mu!r}")
         _check.one_of("adjacency", self.adjacency, ADJACENCIES)
+        _check.fraction("failure_probability", self.failure_probability)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; an infinite μ becomes None."""
+        return {**dataclasses.asdict(self), "mu": None if math.isinf(self.mu) else self.mu}
+
+    @classmethod
+    def from_dict(cls, facts: Any) -> Release:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: missing or unknown facts, or values that no release can have.
+        """
+        names = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(facts, Mapping) or set(facts) != names:
+            raise ValueError(f"a release has exactly the fields {sorted(names)}")
+        try:
+            return cls(**{**facts, "mu": math.inf if facts["mu"] is None else facts["mu"]})
+        except TypeError as error:
+            raise ValueError(str(error)) from error
 
 
 class ExpMAccountant(IAccountant):
@@ -69,12 +102,24 @@ class ExpMAccountant(IAccountant):
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
     work unchanged; ``releases`` holds the exponential-mechanism releases.
 
-    **Privacy:** the total at δ is valid for releases whose budgets were fixed in advance of the first.
+    Args:
+        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively.
+        ledger_path: an append-only file in which every charge is on disk before its draw; several processes may
+            share it. Charges already in it count.
+
+    **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
+    looking at earlier releases, declare a ``budget`` (see ``composition``).
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, budget: tuple[float, float] | None = None, ledger_path: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
+        self.history: list[Steps] = []
         self.releases: list[Release] = []
+        self.budget = None if budget is None else _budget(budget)
+        self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        self._read_file()
 
     def record(self, release: Release) -> None:
         """Charge one release; called before the draw, so that a crash cannot give a free one.
@@ -82,60 +127,87 @@ class ExpMAccountant(IAccountant):
         Raises:
             TypeError: not a ``Release``.
             ValueError: its adjacency differs from what is already in the ledger.
+            BudgetExceeded: it would exceed the budget.
         """
         if not isinstance(release, Release):
             raise TypeError(f"release must be a Release, got {release!r}")
+        with self._exclusive():
+            self.check(release)
+            if self._file is not None:
+                self._file.append({"release": release.to_dict()})
+            self.releases.append(release)
+
+    def check(self, release: Release) -> None:
+        """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
-        self.releases.append(release)
+        if self.budget is not None and not self.budget.admits([*self.releases, release], self.history):
+            raise BudgetExceeded(
+                f"the release (epsilon={release.epsilon:g}, delta={release.delta:g}) would exceed the budget "
+                f"(epsilon={self.budget.epsilon:g}, delta={self.budget.delta:g}); a pure release of at most "
+                f"epsilon={self.remaining():g} still fits"
+            )
+
+    def remaining(self) -> float:
+        """The largest ε of one more pure release within the budget; infinite without a budget.
+
+        Rounded down to six significant digits.
+        """
+        if self.budget is None:
+            return math.inf
+        low, high = 0.0, self.budget.epsilon * (1 + 1e-9)
+        for _ in range(60):
+            middle = (low + high) / 2
+            admitted = self.budget.admits([*self.releases, _PureEvent(middle)], self.history)
+            low, high = (middle, high) if admitted else (low, middle)
+        if low == 0:
+            return 0.0
+        digits = 10.0 ** (5 - math.floor(math.log10(low)))
+        return math.floor(low * digits * (1 + 1e-9)) / digits
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
         held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
         if held - {adjacency}:
             raise ValueError(
-                f"adjacency={adjacency!r} cannot be added to a ledger that counts {held.pop()!r}: the two notions "
-                "of a neighbour do not compose; use a ledger (engine) of its own"
+                f"adjacency={adjacency!r} cannot be added to a ledger that counts {(held - {adjacency}).pop()!r}: the "
+                "two notions of a neighbour do not compose; use a ledger (engine) of its own"
             )
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Charge one DP-SGD step, as Opacus's optimizer does."""
-        self.check_adjacency("add_remove")
-        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
-            self.history[-1] = (noise_multiplier, sample_rate, self.history[-1][2] + 1)
-        else:
-            self.history.append((noise_multiplier, sample_rate, 1))
+        """Charge one DP-SGD step, as Opacus's optimizer does before it moves the parameters.
 
-    def get_epsilon(self, delta: float = 0.0) -> float:
-        """ε spent so far at the given δ, by the least of the valid bounds.
+        Raises:
+            ValueError: the ledger counts replace-one neighbours.
+            BudgetExceeded: the step would exceed the budget.
+        """
+        with self._exclusive():
+            self.check_adjacency("add_remove")
+            history = _with_step(self.history, noise_multiplier, sample_rate)
+            if self.budget is not None and not self.budget.admits(self.releases, history):
+                raise BudgetExceeded(
+                    f"one more DP-SGD step would exceed the budget (epsilon={self.budget.epsilon:g}, "
+                    f"delta={self.budget.delta:g})"
+                )
+            if self._file is not None:
+                self._file.append({"step": {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}})
+            self.history = history
 
-        Releases alone: Σ ε_range (also at δ = 0); for a single release also its exact (ε, δ) curve; and Gaussian
-        composition √Σμ² where every μ is finite. DP-SGD steps add what Opacus's Rényi accountant gives at δ (basic
-        composition), and have no finite ε at δ = 0.
+    @overload
+    def get_epsilon(self, delta: float = ..., *, return_method: Literal[False] = ...) -> float: ...
+
+    @overload
+    def get_epsilon(self, delta: float = ..., *, return_method: Literal[True]) -> tuple[float, str]: ...
+
+    def get_epsilon(self, delta: float = 0.0, *, return_method: bool = False) -> float | tuple[float, str]:
+        """ε spent so far at the given δ, by the least of the valid bounds (see ``composition``).
 
         Args:
-            delta: δ in [0, 1).
+            delta: δ in [0, 1); 0 for the pure guarantee, infinite if there were DP-SGD steps.
+            return_method: also give the name of the bound.
         """
         _check.fraction("delta", delta)
-        steps = self._steps_epsilon(delta)
-        if not self.releases:
-            return steps
-        pure = math.fsum(r.epsilon_range for r in self.releases)
-        if self.history:
-            return pure + steps
-        candidates = [pure, curves.gaussian_epsilon(math.hypot(*(r.mu for r in self.releases)), delta)]
-        if len(self.releases) == 1:
-            candidates.append(curves.bounded_range_epsilon(pure, delta))
-        return min(candidates)
-
-    def _steps_epsilon(self, delta: float) -> float:
-        """ε of the DP-SGD steps alone."""
-        if not self.history:
-            return 0.0
-        if delta == 0:
-            return math.inf
-        accountant = RDPAccountant()
-        accountant.history = list(self.history)
-        return float(accountant.get_epsilon(delta))
+        total = total_epsilon(self.releases, self.history, delta)
+        return (total.epsilon, total.method) if return_method else total.epsilon
 
     def __len__(self) -> int:
         return len(self.releases) + sum(int(steps) for _, _, steps in self.history)
@@ -148,27 +220,86 @@ class ExpMAccountant(IAccountant):
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """The ledger as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
-        state["releases"] = [asdict(r) for r in self.releases]
+        state["releases"] = [r.to_dict() for r in self.releases]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the ledger by a saved one, after checking every entry.
 
         Raises:
-            ValueError: a state of another accountant, or an entry that is not a release.
+            ValueError: a state of another accountant, an entry that no event can have left, or a ledger file in use
+                (the file is the ledger then, and may not be replaced).
         """
-        releases = []
-        for entry in (state_dict or {}).get("releases", []):
-            names = {f.name for f in fields(Release)}
-            if not isinstance(entry, Mapping) or set(entry) != names:
-                raise ValueError(f"state_dict holds a release with other fields than {sorted(names)}")
-            releases.append(Release(**entry))
+        if self._file is not None:
+            raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
+        releases = [Release.from_dict(facts) for facts in (state_dict or {}).get("releases", [])]
+        history = [_steps(run) for run in (state_dict or {}).get("history", [])]
         super().load_state_dict(state_dict)
-        self.releases = releases
+        self.history, self.releases = history, releases
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the file's lock, with what other processes charged read in; nothing without a file."""
+        if self._file is None:
+            yield
+            return
+        with self._file.locked():
+            self._read_file()
+            yield
+
+    def _read_file(self) -> None:
+        """Make the lists what the file says."""
+        if self._file is None:
+            return
+        releases: list[Release] = []
+        history: list[Steps] = []
+        for entry in self._file.entries():
+            try:
+                if "release" in entry:
+                    releases.append(Release.from_dict(entry["release"]))
+                else:
+                    run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
+                    history = _with_step(history, run[0], run[1])
+            except (KeyError, TypeError, ValueError) as error:
+                raise LedgerError(f"{self._file.path} holds an entry that is no release or step: {error}") from error
+        self.releases, self.history = releases, history
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps})"
+
+
+@dataclass(frozen=True)
+class _PureEvent:
+    """A hypothetical pure release, for ``remaining``."""
+
+    epsilon_range: float
+    mu: float = math.inf
+    failure_probability: float = 0.0
+
+
+def _budget(budget: tuple[float, float]) -> Filter:
+    """(ε, δ) as a filter."""
+    if not isinstance(budget, tuple) or len(budget) != 2:
+        raise TypeError(f"budget must be a pair (epsilon, delta), got {budget!r}")
+    return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
+
+
+def _steps(run: Any) -> Steps:
+    """A (noise_multiplier, sample_rate, steps) triple that DP-SGD can have left."""
+    if not isinstance(run, tuple | list) or len(run) != 3:
+        raise ValueError(f"a run of DP-SGD steps is (noise_multiplier, sample_rate, steps), got {run!r}")
+    rate = _check.positive("sample_rate", run[1])
+    if rate > 1:
+        raise ValueError(f"sample_rate must be at most 1, got {run[1]!r}")
+    return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
+
+
+def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:
+    """The history with one more step, merged with the last run where it is of the same kind."""
+    if history and tuple(history[-1][:2]) == (noise_multiplier, sample_rate):
+        return [*history[:-1], (noise_multiplier, sample_rate, history[-1][2] + 1)]
+    return [*history, (noise_multiplier, sample_rate, 1)]
 
 
 if _ACCOUNTANTS.get("expm") is None:  # importing twice must not raise

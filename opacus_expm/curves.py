@@ -17,6 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 _STEP_TO_SAFETY = 1e-12  # relative step taken from a numerical root towards more privacy
+_MAX_MU = 1e4  # beyond it ε exceeds 5e7 for every useful δ: no statement is made rather than an imprecise one
 
 
 def bounded_range_delta(epsilon_range: float, epsilon: float) -> float:
@@ -87,7 +88,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Least ε at which a μ-GDP release is (ε, δ)-DP, on the private side of the root; ∞ at δ = 0."""
-    if delta == 0 or math.isinf(mu):
+    if delta == 0 or mu > _MAX_MU:
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0

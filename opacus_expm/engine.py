@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import pickle
 import secrets
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +32,7 @@ from opacus_expm.accountant import ExpMAccountant, Release
 from opacus_expm.bounds import public_bounds
 from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
 from opacus_expm.criteria import Criterion, make_criterion
+from opacus_expm.density import BallGaussian
 from opacus_expm.functional import FunctionalRows
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
 from opacus_expm.model import (
@@ -41,10 +45,12 @@ from opacus_expm.model import (
     working_copy,
 )
 from opacus_expm.projection import KINDS, Projection, make_projection
-from opacus_expm.sampling import BallGaussian, noise_source
+from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, noise_source
+from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
 from opacus_expm.sums import ADJACENCIES, ClippedSums, RowSource, clipped_sums
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
+SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -95,6 +101,10 @@ class ExpMQuadEngine:
     Args:
         accountant: a ledger to go on with (for example that of an Opacus ``PrivacyEngine(accountant="expm")`` that
             trained on the same data); a new one by default.
+        secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
+            (see ``opacus_expm.secure``).
+        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched.
+        ledger_path: append-only file in which every charge is on disk before its draw.
 
     Example:
         >>> import torch
@@ -110,13 +120,23 @@ class ExpMQuadEngine:
         1.0
     """
 
-    def __init__(self, *, accountant: ExpMAccountant | None = None):
+    def __init__(
+        self,
+        *,
+        accountant: ExpMAccountant | None = None,
+        secure_mode: bool = False,
+        budget: tuple[float, float] | None = None,
+        ledger_path: str | os.PathLike[str] | None = None,
+    ):
         if accountant is not None and not isinstance(accountant, ExpMAccountant):
             raise TypeError(
                 f"accountant must be an ExpMAccountant, got {type(accountant).__name__}; to share a ledger with "
                 "Opacus, create its engine with PrivacyEngine(accountant='expm') and pass privacy_engine.accountant"
             )
-        self.accountant = ExpMAccountant() if accountant is None else accountant
+        if accountant is not None and (budget is not None or ledger_path is not None):
+            raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
+        self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
+        self.secure_mode = bool(secure_mode)
 
     def make_private_expm(
         self,
@@ -134,6 +154,7 @@ class ExpMQuadEngine:
         regularization: float = 0.0,
         adjacency: str = "add_remove",
         calibration: str = "auto",
+        sampler: str | Sampler = "exact",
         projection: str = "stiefel",
         projection_seed: int | None = None,
         nominal_size: int | None = None,
@@ -158,6 +179,8 @@ class ExpMQuadEngine:
             regularization: λ ≥ 0, ridge per record on |ξ|².
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
+            sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
+                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up.
             projection: ``"stiefel"`` or ``"sparse"``.
             projection_seed: public seed of the subspace; drawn afresh by default, and recorded.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
@@ -177,6 +200,7 @@ class ExpMQuadEngine:
         """
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
         noise_source(noise_generator)  # a wrong type must not cost a pass
+        self._sampler(sampler)
         statistics = self.gather(
             model,
             loader,
@@ -200,6 +224,7 @@ class ExpMQuadEngine:
             regularization=regularization,
             adjacency=adjacency,
             calibration=calibration,
+            sampler=sampler,
             noise_generator=noise_generator,
         )
 
@@ -289,6 +314,7 @@ class ExpMQuadEngine:
         regularization: float = 0.0,
         adjacency: str = "add_remove",
         calibration: str = "auto",
+        sampler: str | Sampler = "exact",
         noise_generator: torch.Generator | np.random.Generator | None = None,
     ) -> nn.Module:
         """Draw one model from the statistics and charge it. Arguments as in ``make_private_expm``.
@@ -298,6 +324,7 @@ class ExpMQuadEngine:
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
         calibrated = self._calibrate(statistics, epsilon, delta, radius, regularization, adjacency, calibration)
         check_resolution(statistics.module, radius, statistics.layout.size)
+        draw = self._sampler(sampler)
         generator = noise_source(noise_generator)
         density = statistics.density(calibrated.inverse_temperature, radius, regularization)
         sums, subspace = statistics.sums, statistics.projection
@@ -317,9 +344,15 @@ class ExpMQuadEngine:
                 projection=subspace.kind,
                 proj_dim=subspace.dim,
                 seed=subspace.seed,
+                sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
+                failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
             )
         )
-        return statistics.module_at(density.sample(generator)[0])
+        if self.secure_mode:
+            reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
+            fixed = FixedWork(proposals_needed(density.dim, reach))
+            return statistics.module_at(fixed.sample(density, SystemNoise()))
+        return statistics.module_at(draw.sample(density, generator)[0])
 
     def simulate(
         self,
@@ -333,6 +366,7 @@ class ExpMQuadEngine:
         regularization: float = 0.0,
         adjacency: str = "add_remove",
         calibration: str = "auto",
+        sampler: str | Sampler = "exact",
         noise_generator: torch.Generator | np.random.Generator | None = None,
     ) -> NDArray[np.float64]:
         """Values of ``evaluate`` on many simulated draws: what a release would be worth, not a release.
@@ -351,12 +385,62 @@ class ExpMQuadEngine:
             stacklevel=2,
         )
         density = statistics.density(calibrated.inverse_temperature, radius, regularization)
-        coordinates = density.sample(noise_source(noise_generator), draws)
+        coordinates = self._sampler(sampler, simulated=True).sample(density, noise_source(noise_generator), draws)
         return np.array([float(evaluate(statistics.module_at(xi))) for xi in coordinates])
 
     def get_epsilon(self, delta: float = 0.0) -> float:
         """ε spent so far at the given δ (0 for the pure guarantee), over everything in the ledger."""
         return self.accountant.get_epsilon(delta)
+
+    def remaining(self) -> float:
+        """The largest ε of one more pure release within the budget; infinite without a budget."""
+        return self.accountant.remaining()
+
+    def save_checkpoint(
+        self, *, path: str | os.PathLike[str], module: nn.Module, checkpoint_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Save a released module's weights and the ledger, as ``opacus.PrivacyEngine`` does; never statistics.
+
+        Args:
+            path: file to write.
+            module: a private module.
+            checkpoint_dict: further entries of the user's own.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        content = dict(checkpoint_dict or {})
+        content["module_state_dict"] = module.state_dict()
+        content["privacy_accountant_state_dict"] = self.accountant.state_dict()
+        torch.save(content, path)
+
+    def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
+        """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
+
+        Returns:
+            The user's own entries.
+
+        Raises:
+            ValueError: the file is no such checkpoint; module and ledger are unchanged.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{os.fspath(path)!r} is not a checkpoint that can be loaded safely") from error
+        needed = ("module_state_dict", "privacy_accountant_state_dict")
+        if not isinstance(content, dict) or any(not isinstance(content.get(key), dict) for key in needed):
+            raise ValueError(
+                f"{os.fspath(path)!r} is not a checkpoint of ExpMQuadEngine: it needs {' and '.join(needed)}"
+            )
+        before = copy.deepcopy(module.state_dict())
+        try:
+            module.load_state_dict(content.pop("module_state_dict"))
+            self.accountant.load_state_dict(content.pop("privacy_accountant_state_dict"))
+        except (RuntimeError, TypeError, ValueError) as error:
+            module.load_state_dict(before)
+            raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
+        return content
 
     def validate(
         self,
@@ -410,6 +494,16 @@ class ExpMQuadEngine:
                 f"calibration='gaussian' needs delta > 0 and regularization > 0, got delta={delta!r} and "
                 f"regularization={regularization!r}; use calibration='range', or set both"
             )
+
+    def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:
+        """A sampler by name, or as configured by the user."""
+        if isinstance(sampler, str):
+            sampler = SAMPLERS[_check.one_of("sampler", sampler, tuple(SAMPLERS))]
+        if not callable(getattr(sampler, "sample", None)):
+            raise TypeError(f"sampler must be one of {tuple(SAMPLERS)} or an object with .sample, got {sampler!r}")
+        if self.secure_mode and not simulated and not isinstance(sampler, Exact):
+            raise ValueError("secure_mode draws exactly, with fixed work; leave sampler='exact'")
+        return sampler
 
     def _calibrate(
         self,
@@ -489,6 +583,7 @@ def make_private_expm(
     regularization: float = 0.0,
     adjacency: str = "add_remove",
     calibration: str = "auto",
+    sampler: str | Sampler = "exact",
     projection: str = "stiefel",
     projection_seed: int | None = None,
     nominal_size: int | None = None,
@@ -516,6 +611,7 @@ def make_private_expm(
         regularization=regularization,
         adjacency=adjacency,
         calibration=calibration,
+        sampler=sampler,
         projection=projection,
         projection_seed=projection_seed,
         nominal_size=nominal_size,

@@ -82,7 +82,7 @@ class Stiefel:
         return self.matrix.shape[1]
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
-        """Out += rows · A[start : start+q]."""
+        """Add rows · A[start : start+q]."""
         torch.addmm(out, rows, self.matrix[start : start + rows.shape[1]], out=out)
 
     def lift(self, coordinates: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class FullSpace:
 
     @property
     def dim(self) -> int:
-        """K = p."""
+        """Dimension k = p."""
         return self.size
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:

@@ -1,0 +1,248 @@
+"""What a list of events costs together: the least of several valid totals, and filters for adaptive budgets.
+
+An event is an exponential-mechanism release, given by (ε_range, μ), or a run of DP-SGD steps, given by Opacus's
+(noise_multiplier, sample_rate, steps). Valid totals at δ:
+
+* ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
+* ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
+* ``gdp``: Gaussian composition √Σμ², where every event is a release with finite μ.
+* ``rdp``: Rényi curves added and converted; a release's is the smaller of its bounded-range and its Gaussian curve.
+* ``prv``: numerical composition with Opacus's machinery, on the upper side of its error. A release is represented by a
+  pair of laws that dominates it. For the bounded-range side: the (ε′, δ) curve h(γ) = (1 − √γ·e^{−ε/2})²/(1 − e^{−ε}),
+  γ = e^{ε′} ∈ [e^{−ε}, e^ε], is convex in γ, so it is the curve of a dominating pair (Zhu, Dong, Wang, *Optimal
+  Accounting of Differential Privacy via Characteristic Function*, AISTATS 2022), whose likelihood ratio has density
+  h″(γ) under the second law: **its privacy loss has density proportional to e^{ℓ/2} on [−ε, ε]**. Dominating pairs
+  compose.
+
+These totals hold for events whose budgets were fixed in advance. Where a later budget is chosen after looking at
+earlier releases, only a ``Filter`` declared first gives a guarantee.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from opacus.accountants.analysis.prv import (
+    Domain,
+    PoissonSubsampledGaussianPRV,
+    TruncatedPrivacyRandomVariable,
+    compose_heterogeneous,
+    discretize,
+)
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+from scipy.special import ndtr
+
+from opacus_expm import curves
+from opacus_expm.density import Array
+
+ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
+_FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+_MAX_POINTS = 2**21  # of the numerical composition
+_FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
+
+Steps = tuple[float, float, int]
+
+
+class Event(Protocol):
+    """A release, as far as its cost goes."""
+
+    @property
+    def epsilon_range(self) -> float:
+        """Length of the interval that contains the privacy loss."""
+
+    @property
+    def mu(self) -> float:
+        """Parameter of Gaussian differential privacy, possibly infinite."""
+
+    @property
+    def failure_probability(self) -> float:
+        """Total variation between what was done and the exact mechanism."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """ε at the δ that was asked for, and the bound that gave it."""
+
+    epsilon: float
+    method: str
+
+
+_NO_BOUND = Total(math.inf, "no bound at this delta")
+
+
+def total_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
+    """The least valid ε at δ of releases and DP-SGD steps on the same data.
+
+    Draws made in secure mode are within a total variation of the exact mechanism; with Σ the sum of these, an (ε, δ)
+    statement about the exact mechanisms is an (ε, δ + (1+e^ε)Σ) statement about the draws.
+    """
+    if not events and not steps:
+        return Total(0.0, "nothing released")
+    failure = math.fsum(e.failure_probability for e in events)
+    if failure > 0:
+        extra = (1 + math.exp(min(_exact_total(events, steps, delta / 2).epsilon, 700.0))) * failure
+        # ε at δ − extra is at most ε at δ/2, which extra was computed for.
+        return _exact_total(events, steps, delta - extra) if extra <= delta / 2 else _NO_BOUND
+    return _exact_total(events, steps, delta)
+
+
+def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
+    """The least valid ε at δ, were every draw exact."""
+    pure = math.fsum(e.epsilon_range for e in events)
+    candidates = [Total(pure, "pure")] if not steps else []
+    if delta > 0:
+        candidates.append(Total(_rdp_epsilon(events, steps, delta), "rdp"))
+        if steps and events:
+            candidates.append(Total(pure + _steps_epsilon(steps, delta), "pure"))
+        if len(events) == 1 and not steps:
+            candidates.append(Total(curves.bounded_range_epsilon(pure, delta), "exact"))
+        if events and not steps:
+            mu = math.hypot(*(e.mu for e in events))
+            candidates.append(Total(curves.gaussian_epsilon(mu, delta), "gdp"))
+        if len(events) + sum(s[2] for s in steps) > 1:
+            candidates.append(Total(_prv_epsilon(events, steps, delta), "prv"))
+    return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
+
+
+def _rdp(event: Event, order: float) -> float:
+    """Rényi divergence of a release: the smaller of its two curves."""
+    return min(curves.bounded_range_rdp(event.epsilon_range, order), order * event.mu**2 / 2)
+
+
+@lru_cache(maxsize=64)
+def _steps_rdp(steps: Steps, orders: tuple[float, ...]) -> Array:
+    """Rényi divergences of a run of DP-SGD steps, by Opacus."""
+    noise_multiplier, sample_rate, count = steps
+    return np.atleast_1d(compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=count, orders=orders))
+
+
+def _rdp_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+    """Rényi composition, converted by Opacus."""
+    rdp = np.array([math.fsum(_rdp(e, a) for e in events) for a in ORDERS])
+    for run in steps:
+        rdp = rdp + _steps_rdp(run, ORDERS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "optimal order is the largest alpha": the bound is valid all the same
+        epsilon, _ = get_privacy_spent(orders=list(ORDERS), rdp=rdp, delta=delta)
+    return max(0.0, float(epsilon))
+
+
+def _steps_epsilon(steps: Sequence[Steps], delta: float) -> float:
+    """ε of DP-SGD steps alone, the better of Opacus's two tight accountants."""
+    return min(_rdp_epsilon([], steps, delta), _prv_epsilon([], steps, delta))
+
+
+# --- numerical composition ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoundedRangePRV:
+    """Privacy loss of the pair that dominates an ε-bounded-range release: density ∝ e^{t/2} on [−ε, ε]."""
+
+    epsilon: float
+
+    def cdf(self, t: Any) -> Any:
+        """(e^{t/2} − e^{−ε/2})/(e^{ε/2} − e^{−ε/2})."""
+        inside = np.clip(t, -self.epsilon, self.epsilon)
+        return np.exp((inside - self.epsilon) / 2) * np.expm1(-(inside + self.epsilon) / 2) / np.expm1(-self.epsilon)
+
+
+@dataclass(frozen=True)
+class GaussianPRV:
+    """Privacy loss of two unit Gaussians at distance μ: normal with mean μ²/2 and standard deviation μ."""
+
+    mu: float
+
+    def cdf(self, t: Any) -> Any:
+        """Φ((t − μ²/2)/μ)."""
+        return ndtr((t - self.mu**2 / 2) / self.mu)
+
+
+def _dominating(event: Event) -> BoundedRangePRV | GaussianPRV:
+    """The pair with the smaller Rényi divergence of order 8, a middling one; both are valid."""
+    order = 8.0
+    bounded = curves.bounded_range_rdp(event.epsilon_range, order) <= order * event.mu**2 / 2
+    return BoundedRangePRV(event.epsilon_range) if bounded else GaussianPRV(event.mu)
+
+
+def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+    """Upper end of the numerical composition's error interval; infinite where it cannot serve."""
+    counts: dict[Any, int] = {}
+    for event in events:
+        pair = _dominating(event)
+        counts[pair] = counts.get(pair, 0) + 1
+    prvs, numbers = list(counts), list(counts.values())
+    for noise_multiplier, sample_rate, count in steps:
+        if sample_rate < 1:
+            prvs.append(PoissonSubsampledGaussianPRV(sample_rate, noise_multiplier))
+        else:
+            prvs.append(GaussianPRV(1 / noise_multiplier))
+        numbers.append(count)
+    compositions = sum(numbers)
+    # The domain must hold the total, and each single loss, up to a small part of δ (Gopi, Lee, Wutschitz, 2021).
+    delta_error = delta / 1000
+    reach = _rdp_epsilon(events, steps, delta_error / 4)
+    for event in events:
+        reach = max(reach, _rdp_epsilon([event], [], delta_error / (8 * compositions)))
+    for run in steps:
+        reach = max(reach, _rdp_epsilon([], [(run[0], run[1], 1)], delta_error / (8 * compositions)))
+    if not math.isfinite(reach):
+        return math.inf
+    root = math.sqrt(compositions * math.log(12 / delta_error) / 2)
+    half_width = reach + 3
+    eps_error = max(1e-3, 2 * half_width * root / _MAX_POINTS)
+    domain = Domain.create_aligned(-half_width, half_width, eps_error / root)
+    try:
+        pieces = [discretize(TruncatedPrivacyRandomVariable(p, domain.t_min, domain.t_max), domain) for p in prvs]
+        composed = compose_heterogeneous(dprvs=pieces, num_self_compositions=numbers)
+        upper = composed.compute_epsilon(delta - _FFT_SLACK, delta_error, eps_error)[2]
+    except (RuntimeError, ValueError, IndexError):  # δ too small for floating point, or beyond the domain
+        return math.inf
+    return max(0.0, float(upper)) if math.isfinite(upper) else math.inf
+
+
+# --- filters --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A budget (ε, δ), declared before the first event, that adaptively chosen events may use up.
+
+    An event passes if afterwards at least one of these holds: Σ ε_range ≤ ε; for one of a fixed set of Rényi orders,
+    the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for pure
+    budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022). Their
+    union is valid when δ is shared among those that need one: which conditions held is a function of the outputs,
+    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up.
+    """
+
+    epsilon: float
+    delta: float
+
+    def admits(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
+        """Whether these events together are within the budget."""
+        failure = math.fsum(e.failure_probability for e in events)
+        delta = self.delta - (1 + math.exp(min(self.epsilon, 700.0))) * failure if failure else self.delta
+        if delta < 0:
+            return False
+        slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
+        if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
+            return True
+        if delta == 0:
+            return False
+        share = delta / (len(_FILTER_ORDERS) + 1)
+        for i, order in enumerate(_FILTER_ORDERS):
+            rdp = math.fsum(_rdp(e, order) for e in events)
+            rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)
+            # The conversion of Canonne, Kamath, Steinke (2020), as in Opacus
+            if rdp - (math.log(share) + math.log(order)) / (order - 1) + math.log1p(-1 / order) <= self.epsilon:
+                return True
+        if steps:
+            return False
+        mu = math.hypot(*(e.mu for e in events))
+        return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share

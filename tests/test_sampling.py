@@ -1,0 +1,419 @@
+"""One harness for every sampler: known laws by Kolmogorov-Smirnov and moments, and wrong samplers that must fail.
+
+A case is a density and a statistic whose law is known in closed form or by quadrature; a sampler passes a case if its
+draws are compatible with that law at p > 1e-3. Seeds are fixed.
+"""
+
+import math
+import random as python_random
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from opacus_expm import sampling
+from opacus_expm.density import BallGaussian
+from opacus_expm.sampling import Exact, Gibbs, PlainRejection, noise_source, truncated_normal
+from opacus_expm.secure import FixedWork, SystemNoise, proposals_needed
+
+DRAWS = 4000
+THRESHOLD = 1e-3
+
+
+# --- samplers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnlyTilted:
+    """The tilted proposal alone, whatever its acceptance."""
+
+    def sample(self, density, generator, draws=1):
+        return _collect(sampling._Tilted(density), density, generator, draws)
+
+
+@dataclass(frozen=True)
+class OnlyConditional:
+    """The conditional proposal alone."""
+
+    def sample(self, density, generator, draws=1):
+        return _collect(sampling._Conditional.of(density), density, generator, draws)
+
+
+def _collect(proposal, density, generator, draws):
+    kept = []
+    while sum(map(len, kept)) < draws:
+        kept.append(proposal.accepted(generator, 2000))
+    return density.from_unit(np.concatenate(kept)[:draws])
+
+
+class WrongScale:
+    """Noise 10 % too large."""
+
+    def sample(self, density, generator, draws=1):
+        wrong = BallGaussian(density.precision / 1.2, density.linear / 1.2, density.radius, density.basis)
+        return Exact().sample(wrong, generator, draws)
+
+
+class NoTruncation:
+    """The tilted Gaussian as it is, clipped to nothing."""
+
+    def sample(self, density, generator, draws=1):
+        w, b = density.unit()
+        kappa = max(density.tilt(), 1e-9)
+        z = b / (w + kappa) + generator.standard_normal((draws, density.dim)) / np.sqrt(w + kappa)
+        return density.from_unit(z)
+
+
+class NoTiltCorrection:
+    """Tilted proposals accepted whenever they fall into the ball."""
+
+    def sample(self, density, generator, draws=1):
+        w, b = density.unit()
+        kappa = density.tilt()
+        kept = []
+        while sum(map(len, kept)) < draws:
+            z = b / (w + kappa) + generator.standard_normal((4000, density.dim)) / np.sqrt(w + kappa)
+            kept.append(z[(z**2).sum(1) <= 1])
+        return density.from_unit(np.concatenate(kept)[:draws])
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A density, a statistic of a draw, and that statistic's distribution function."""
+
+    name: str
+    density: BallGaussian
+    statistic: object
+    cdf: object
+    peaked: bool = False  # a sharp mode on the boundary: the conditional proposal applies
+    proper: bool = True  # positive definite and mostly inside: plain rejection applies
+
+
+def _line(w, b, radius):
+    """k = 1: a truncated normal, with the law by quadrature."""
+    log_z = BallGaussian(np.array([w]), np.array([b]), radius).log_normalizer()
+
+    def cdf(x):
+        grid = np.linspace(-radius, radius, 200_001)
+        values = np.exp(-0.5 * w * grid**2 + b * grid - log_z)
+        return np.interp(x, grid, integrate.cumulative_trapezoid(values, grid, initial=0.0))
+
+    return BallGaussian(np.array([w]), np.array([b]), radius), lambda xi: xi[:, 0], cdf
+
+
+def _flat(k, radius):
+    """No data at all: (|ξ|/R)^k is uniform."""
+    density = BallGaussian(np.zeros(k), np.zeros(k), radius)
+    return density, lambda xi: (np.linalg.norm(xi, axis=1) / radius) ** k, stats.uniform.cdf
+
+
+def _isotropic(k, w):
+    """P = wI, b = 0: |ξ|²w is χ² with k degrees, truncated at w."""
+    density = BallGaussian(np.full(k, float(w)), np.zeros(k), 1.0)
+    return density, lambda xi: w * (xi**2).sum(1), lambda x: stats.chi2.cdf(x, k) / stats.chi2.cdf(w, k)
+
+
+def _boundary(k, b):
+    """P = 0, b along one axis: ξ₁ has density ∝ (1−x²)^{(k−1)/2} e^{bx}, exponential in 1 − x near the boundary."""
+    linear = np.zeros(k)
+    linear[0] = b
+    t = np.linspace(0, 60 * (k + 3) / b, 400_001)
+    t = t[t < 2]
+    exponent = 0.5 * (k - 1) * np.log(np.maximum(t * (2 - t), 1e-300)) - b * t
+    values = np.exp(exponent - exponent.max())
+    mass = integrate.cumulative_trapezoid(values, t, initial=0.0)
+    density = BallGaussian(np.zeros(k), linear, 1.0)
+    return density, lambda xi: 1 - xi[:, 0], lambda x: np.interp(x, t, mass / mass[-1])
+
+
+def _plane(w, b, direction):
+    """k = 2 by quadrature: the law of ξ along a direction."""
+    density = BallGaussian(np.array(w, dtype=float), np.array(b, dtype=float), 1.0)
+    u = np.array([math.cos(direction), math.sin(direction)])
+    v = np.array([-u[1], u[0]])
+    x = np.linspace(-1, 1, 4001)
+    height = np.sqrt(np.maximum(1 - x**2, 0))
+    y = np.linspace(-1, 1, 2001)[:, None] * height
+    points = x[None, :, None] * u + y[:, :, None] * v
+    exponent = points @ density.linear - 0.5 * points**2 @ density.precision
+    values = np.exp(exponent - exponent.max()).sum(0) * height
+    mass = integrate.cumulative_trapezoid(values, x, initial=0.0)
+    return density, lambda xi: xi @ u, lambda t: np.interp(t, x, mass / mass[-1])
+
+
+CASES = [
+    Case("line: strong tilt", *_line(0.0, 3.0, 1.0), proper=False),
+    Case("line: tiny ball", *_line(0.0, 0.0, 1e-6), proper=False),
+    Case("line: enormous b", *_line(4.0, 1e5, 0.01), proper=False),
+    Case("line: inside", *_line(100.0, 20.0, 1.0)),
+    Case("flat, k=20", *_flat(20, 1e-8), proper=False),
+    Case("flat, k=400", *_flat(400, 1e4), proper=False),
+    Case("isotropic, cut", *_isotropic(5, 4.0)),
+    Case("isotropic, inside", *_isotropic(10, 30.0)),
+    Case("boundary, k=3", *_boundary(3, 200.0), peaked=True, proper=False),
+    Case("boundary, k=50", *_boundary(50, 1e4), peaked=True, proper=False),
+    Case("boundary, k=400, sharp", *_boundary(400, 1e8), peaked=True, proper=False),
+    Case("plane: moderate", *_plane((3, 8), (4, 1), 0.4)),
+    Case("plane: edge", *_plane((1, 30), (40, 30), 0.7), peaked=True, proper=False),
+    Case("plane: edge, along it", *_plane((1, 30), (40, 30), 0.7 + math.pi / 2), peaked=True, proper=False),
+    Case("plane: singular", *_plane((0, 20), (30, -5), 1.1), peaked=True, proper=False),
+]
+
+
+def _p_value(sampler, case, seed=0):
+    draws = sampler.sample(case.density, np.random.default_rng(seed), DRAWS)
+    assert draws.shape == (DRAWS, case.density.dim)
+    return stats.kstest(case.statistic(draws), case.cdf).pvalue
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("sampler", [Exact(), OnlyTilted()], ids=["exact", "tilted"])
+def test_exact_samplers(sampler, case):
+    if isinstance(sampler, OnlyTilted) and case.density.tilt() > 1e6:
+        sampler = Exact()  # tilting alone would take minutes; the automatic choice is what users get
+    assert _p_value(sampler, case) > THRESHOLD
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.peaked], ids=lambda c: c.name)
+def test_conditional_proposal(case):
+    assert _p_value(OnlyConditional(), case) > THRESHOLD
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.proper], ids=lambda c: c.name)
+def test_plain_rejection(case):
+    assert _p_value(PlainRejection(), case) > THRESHOLD
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.density.dim <= 20], ids=lambda c: c.name)
+def test_gibbs(case):
+    with pytest.warns(UserWarning, match="not covered by epsilon"):
+        assert _p_value(Gibbs(burn_in=300), case) > THRESHOLD
+
+
+@pytest.mark.parametrize("wrong", [WrongScale(), NoTruncation(), NoTiltCorrection()], ids=lambda s: type(s).__name__)
+def test_the_harness_rejects_wrong_samplers(wrong):
+    """Each wrong sampler fails several cases by a wide margin, so the harness has power."""
+    failed = [case.name for case in CASES if case.density.tilt() < 1e6 and _p_value(wrong, case) < 1e-6]
+    assert len(failed) >= 4
+
+
+# --- printed values -------------------------------------------------------------------------------------------------
+
+
+def _moments(w, b, radius, draws=200_000):
+    density = BallGaussian(np.array(w, dtype=float), np.array(b, dtype=float), radius)
+    return Exact().sample(density, np.random.default_rng(1), draws)
+
+
+def test_values_in_one_dimension():
+    x = _moments([0], [3], 1.0)[:, 0]
+    assert x.mean() == pytest.approx(0.67164, abs=4 * 0.31804 / math.sqrt(len(x)))
+    assert x.std() == pytest.approx(0.31804, abs=2e-3)
+    assert _moments([0], [0], 1e-6)[:, 0].std() / 1e-6 == pytest.approx(0.57735, abs=2e-3)
+    assert _moments([4], [1e5], 0.01)[:, 0].mean() / 0.01 == pytest.approx(0.99900, abs=2e-5)
+
+
+def test_acceptance_in_one_dimension():
+    density = BallGaussian(np.array([0.0]), np.array([3.0]), 1.0)
+    accepted = len(sampling._Tilted(density).accepted(np.random.default_rng(2), 200_000))
+    assert accepted / 200_000 == pytest.approx(0.24, abs=0.005)
+
+
+def test_values_in_two_dimensions():
+    xi = _moments([0, 0], [2, 0], 1.0)
+    assert xi[:, 0].mean() == pytest.approx(0.4331, abs=3e-3)
+    assert (xi**2).sum(1).mean() == pytest.approx(0.5668, abs=3e-3)
+
+
+# --- the samplers against each other --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strength", [0.0, 40.0, 3000.0], ids=["flat", "moderate", "peaked"])
+def test_samplers_agree_in_fifty_dimensions(strength):
+    random = np.random.default_rng(3)
+    w = 10 ** random.uniform(-1, 3, 50)
+    b = random.standard_normal(50)
+    density = BallGaussian(w, strength * b / np.linalg.norm(b), 1.0)
+    exact = Exact().sample(density, np.random.default_rng(4), DRAWS)
+    others = [OnlyTilted().sample(density, np.random.default_rng(6), DRAWS)]
+    if strength > 1000:
+        # Gibbs is left out: one coordinate at a time, it hardly moves along the boundary and needs 1e5 sweeps and more.
+        others.append(OnlyConditional().sample(density, np.random.default_rng(7), DRAWS))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            others.append(Gibbs(burn_in=150).sample(density, np.random.default_rng(5), 1000))
+    statistics = (
+        lambda xi: (xi**2).sum(1),
+        lambda xi: xi @ b,
+        lambda xi: xi**2 @ w,
+        lambda xi: xi[:, 0],
+        lambda xi: xi[:, 25],
+    )
+    for other in others:
+        for statistic in statistics:
+            assert stats.ks_2samp(statistic(exact), statistic(other)).pvalue > THRESHOLD
+
+
+def test_log_density_explains_the_draws():
+    """Mean of ln p over exact draws equals minus the entropy, which the normaliser's slope in temperature gives."""
+    random = np.random.default_rng(8)
+    w, b = random.uniform(0, 50, 10), random.standard_normal(10) * 20
+    density = BallGaussian(w, b, 1.0)
+    xi = Exact().sample(density, random, 20_000)
+    exponent = xi @ b - 0.5 * xi**2 @ w
+    step = 1e-4
+    slope = BallGaussian(w * (1 + step), b * (1 + step), 1.0).log_normalizer()
+    slope = (slope - BallGaussian(w * (1 - step), b * (1 - step), 1.0).log_normalizer()) / (2 * step)
+    assert exponent.mean() == pytest.approx(slope, abs=4 * exponent.std() / math.sqrt(len(exponent)))
+    assert density.log_density(xi).mean() == pytest.approx(exponent.mean() - density.log_normalizer(), abs=1e-9)
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 3000])
+@pytest.mark.parametrize("radius", [1e-8, 1.0, 1e4])
+@pytest.mark.parametrize("strength", [0.0, 1.0, 1e6, 1e12])
+def test_extremes_stay_in_the_ball(k, radius, strength):
+    linear = np.zeros(k)
+    linear[-1] = strength / radius
+    xi = Exact().sample(BallGaussian(np.zeros(k), linear, radius), np.random.default_rng(9), 3)
+    assert np.isfinite(xi).all()
+    assert (np.linalg.norm(xi, axis=1) <= radius * (1 + 1e-12)).all()
+    if strength >= 1e6:
+        assert (xi[:, -1] > 0.9 * radius).all()
+
+
+def test_basis_rotates_the_draws():
+    random = np.random.default_rng(10)
+    basis = np.linalg.qr(random.standard_normal((6, 6)))[0]
+    w, b = random.uniform(0, 5, 6), random.standard_normal(6) * 3
+    plain = Exact().sample(BallGaussian(w, b, 2.0), np.random.default_rng(11), 5)
+    rotated = Exact().sample(BallGaussian(w, b, 2.0, basis), np.random.default_rng(11), 5)
+    np.testing.assert_allclose(rotated, plain @ basis.T, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("p", "h", "s"),
+    [(0.0, 0.0, 1.0), (0.0, 5.0, 1.0), (3.0, 1.0, 1.0), (1e-9, 1e5, 0.3), (50.0, -80.0, 1.0), (0.01, 0.001, 2.0)],
+)
+def test_truncated_normal(p, h, s):
+    x = truncated_normal(np.random.default_rng(12), *(np.full(DRAWS, float(v)) for v in (p, h, s)))
+    grid = np.unique(
+        np.concatenate([np.linspace(-s, s, 100_001), np.sign(h or 1) * s * (1 - np.logspace(-12, 0, 20_000))])
+    )
+    values = np.exp(-0.5 * p * grid**2 + h * grid - np.max(-0.5 * p * grid**2 + h * grid))
+    mass = integrate.cumulative_trapezoid(values, grid, initial=0.0)
+    assert stats.kstest(x, lambda t: np.interp(t, grid, mass / mass[-1])).pvalue > THRESHOLD
+    assert (np.abs(x) <= s).all()
+
+
+def test_rejection_gives_up_with_advice():
+    density = BallGaussian(np.full(20, 1.0), np.zeros(20), 0.1)
+    with pytest.raises(RuntimeError, match="gave up after 5000 proposals; use sampler='exact'"):
+        PlainRejection(max_proposals=5000).sample(density, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="positive definite"):
+        PlainRejection().sample(BallGaussian(np.zeros(2), np.zeros(2), 1.0), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("options", [{"burn_in": 0}, {"thin": 0}, {"chains": 0}])
+def test_gibbs_options(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Gibbs(**options)
+
+
+def test_gibbs_chains_give_the_number_of_draws():
+    density = BallGaussian(np.ones(3), np.ones(3), 1.0)
+    with pytest.warns(UserWarning, match="gibbs"):
+        draws = Gibbs(burn_in=5, thin=2, chains=4).sample(density, np.random.default_rng(0), 10)
+    assert draws.shape == (10, 3)
+    assert len(np.unique(draws, axis=0)) == 10
+
+
+# --- where the noise comes from -------------------------------------------------------------------------------------
+
+
+def test_global_seeds_do_not_matter():
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        python_random.seed(0)
+        draws.append(noise_source(None).standard_normal(4))
+    assert not np.array_equal(*draws)
+
+
+def test_explicit_generators():
+    first = noise_source(torch.Generator().manual_seed(5)).standard_normal(4)
+    generator = torch.Generator().manual_seed(5)
+    np.testing.assert_array_equal(first, noise_source(generator).standard_normal(4))
+    assert not np.array_equal(first, noise_source(generator).standard_normal(4))
+    numpy_generator = np.random.default_rng(1)
+    assert noise_source(numpy_generator) is numpy_generator
+    with pytest.raises(TypeError, match=r"noise_generator must be .* got 3"):
+        noise_source(3)
+
+
+# --- secure mode ----------------------------------------------------------------------------------------------------
+
+
+def test_system_noise_is_normal_and_uniform():
+    noise = SystemNoise()
+    assert stats.kstest(noise.standard_normal(2000, 10).ravel(), stats.norm.cdf).pvalue > 1e-6
+    assert stats.kstest(noise.random(20_000), stats.uniform.cdf).pvalue > 1e-6
+    assert noise.consumed == 40_000
+
+
+def test_fixed_work_draws_the_same_law():
+    """The noise cannot be seeded, so the threshold is that of a test that may never fail by chance."""
+    for case in (CASES[0], CASES[6], CASES[11]):
+        _, b = case.density.unit()
+        sampler = FixedWork(proposals_needed(case.density.dim, float(np.linalg.norm(b)), 1e-6))
+        draws = np.stack([sampler.sample(case.density, SystemNoise()) for _ in range(600)])
+        assert stats.kstest(case.statistic(draws), case.cdf).pvalue > 1e-6
+
+
+def test_secure_work_does_not_depend_on_the_data():
+    random = np.random.default_rng(13)
+    calm = BallGaussian(np.full(30, 500.0), np.zeros(30), 1.0)
+    peaked = BallGaussian(random.uniform(0, 1, 30), random.standard_normal(30) * 100, 1.0)
+    consumed = []
+    for density in (calm, peaked):
+        noise = SystemNoise()
+        FixedWork(proposals_needed(30, 2000.0)).sample(density, noise)
+        consumed.append(noise.consumed)
+    assert consumed[0] == consumed[1] == proposals_needed(30, 2000.0) * 31
+
+
+def test_secure_draws_lie_on_the_grid_and_failure_gives_zero():
+    density = BallGaussian(np.ones(4), np.array([3.0, 0, 0, 0]), 0.7)
+    xi = FixedWork(500).sample(density, SystemNoise()) / (0.7 * 2.0**-26)
+    np.testing.assert_allclose(xi, np.round(xi), atol=1e-6)
+    hopeless = BallGaussian(np.zeros(2), np.array([1e9, 0.0]), 1.0)
+    assert not np.any([FixedWork(1).sample(hopeless, SystemNoise()) for _ in range(5)])
+
+
+def test_acceptance_is_at_least_what_the_number_of_proposals_assumes():
+    """Search for precisions and linear terms with a low acceptance; the bound 1/√(2π(k+|b|R)) holds for all of them."""
+    random = np.random.default_rng(14)
+    ratios = []
+    for _ in range(400):
+        k = int(10 ** random.uniform(0, 2.2))
+        w = 10 ** random.uniform(-6, random.uniform(-5, 8), k) * (random.random(k) < random.uniform(0.1, 1))
+        scale = 10 ** random.uniform(-3, 5) * (w + 1) ** random.choice([0, 0.5, 1])
+        b = random.standard_normal(k) * scale * (random.random(k) < random.uniform(0.05, 1))
+        density = BallGaussian(w, b, 1.0)
+        kappa = density.tilt()
+        envelope = 0.5 * kappa + 0.5 * np.sum(b**2 / (w + kappa) + np.log(2 * math.pi / (w + kappa)))
+        acceptance = math.exp(density.log_normalizer() - envelope)
+        ratios.append(acceptance * math.sqrt(2 * math.pi * (k + np.linalg.norm(b))))
+    assert min(ratios) > 1 - 1e-3
+    # The search comes close to the bound, so a bound twice as large would be caught.
+    assert min(ratios) < 1.1
