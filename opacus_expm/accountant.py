@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -20,7 +20,7 @@ from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
 from opacus_expm import _check
-from opacus_expm.composition import Filter, Steps, total_epsilon
+from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import ADJACENCIES
 
@@ -140,12 +140,22 @@ class ExpMAccountant(IAccountant):
     def check(self, release: Release) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
-        if self.budget is not None and not self.budget.admits([*self.releases, release], self.history):
-            raise BudgetExceeded(
-                f"the release (epsilon={release.epsilon:g}, delta={release.delta:g}) would exceed the budget "
-                f"(epsilon={self.budget.epsilon:g}, delta={self.budget.delta:g}); a pure release of at most "
-                f"epsilon={self.remaining():g} still fits"
-            )
+        self.check_budget([release], release.epsilon, release.delta)
+
+    def check_budget(self, variants: Sequence[Event], epsilon: float, delta: float) -> None:
+        """Raise ``BudgetExceeded`` if no variant of a planned release would fit; nothing changes.
+
+        Args:
+            variants: what the release may turn out to cost.
+            epsilon: what was asked for, for the message.
+            delta: likewise.
+        """
+        if self.budget is None or any(self.budget.admits([*self.releases, v], self.history) for v in variants):
+            return
+        raise BudgetExceeded(
+            f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
+            f"delta={self.budget.delta:g}; a pure release of at most epsilon={self.remaining():g} still fits"
+        )
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
@@ -157,7 +167,7 @@ class ExpMAccountant(IAccountant):
         low, high = 0.0, self.budget.epsilon * (1 + 1e-9)
         for _ in range(60):
             middle = (low + high) / 2
-            admitted = self.budget.admits([*self.releases, _PureEvent(middle)], self.history)
+            admitted = self.budget.admits([*self.releases, PlannedEvent(middle)], self.history)
             low, high = (middle, high) if admitted else (low, middle)
         if low == 0:
             return 0.0
@@ -270,8 +280,8 @@ class ExpMAccountant(IAccountant):
 
 
 @dataclass(frozen=True)
-class _PureEvent:
-    """A hypothetical pure release, for ``remaining``."""
+class PlannedEvent:
+    """What a release that is not yet calibrated may cost."""
 
     epsilon_range: float
     mu: float = math.inf

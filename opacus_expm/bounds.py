@@ -21,7 +21,12 @@ CURVATURE_QUANTILE = 0.5
 
 
 def public_bounds(
-    source: RowSource, criterion: Criterion, pass_over: Iterable[tuple[Any, Tensor]], *, curvature: bool
+    source: RowSource,
+    criterion: Criterion,
+    pass_over: Iterable[tuple[Any, Tensor]],
+    *,
+    curvature: bool,
+    curvature_samples: int | None = None,
 ) -> tuple[float, float]:
     """The 80 % quantile of |g_i| and the median of ‖H_i‖₂ (0 without curvature) over public data.
 
@@ -33,7 +38,9 @@ def public_bounds(
     """
     gradient_norms, curvature_norms = [], []
     for inputs, targets in pass_over:
-        records = record_quadratics(source, criterion, inputs, targets, curvature=curvature)
+        records = record_quadratics(
+            source, criterion, inputs, targets, curvature=curvature, curvature_samples=curvature_samples
+        )
         gradient_norms.append(records.gradient_norms)
         curvature_norms.append(records.curvature_norms)
     gradient = float(np.quantile(torch.cat(gradient_norms).cpu().numpy(), GRADIENT_QUANTILE))

@@ -218,7 +218,9 @@ class Filter:
     the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for pure
     budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022). Their
     union is valid when δ is shared among those that need one: which conditions held is a function of the outputs,
-    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up.
+    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up. A first event is
+    chosen before any output exists; if it fits the budget by its own (ε, δ) curve it passes too, and if it passes by
+    that alone, nothing passes after it, because the other conditions only get harder.
     """
 
     epsilon: float
@@ -232,6 +234,8 @@ class Filter:
             return False
         slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
         if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
+            return True
+        if len(events) == 1 and not steps and _exact_total(events, [], delta).epsilon <= slack:
             return True
         if delta == 0:
             return False

@@ -36,6 +36,9 @@ class Criterion(Protocol):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise for targets whose shape or dtype cannot be right; never for their values."""
 
+    def counted(self, targets: Tensor) -> Tensor:
+        """Which targets count, for the mean over the positions of a sequence: booleans (B,)."""
+
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """∇_f ℓ of shape (B, m) and M of shape (B, m, q), both float64, for float64 outputs (B, m)."""
 
@@ -49,6 +52,11 @@ def _check_regression_targets(outputs: Tensor, targets: Tensor, loss: str) -> No
             f"target has shape {tuple(targets.shape)} where {loss} needs {tuple(outputs.shape)}, the shape of the "
             "model's output; reshape the target in the data set or the collate function"
         )
+
+
+def _all(targets: Tensor) -> Tensor:
+    """Every target counts."""
+    return torch.ones(len(targets), dtype=torch.bool, device=targets.device)
 
 
 def _diagonal_factor(diagonal: Tensor) -> Tensor:
@@ -69,6 +77,10 @@ class MeanSquaredError:
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """One real number per output."""
         _check_regression_targets(outputs, targets, "mean squared error")
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Every target."""
+        return _all(targets)
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """2s(f−y) and √(2s)·I."""
@@ -120,14 +132,19 @@ class CrossEntropy:
         if self.weight is not None and self.weight.shape != (m,):
             raise ValueError(f"criterion weight has shape {tuple(self.weight.shape)}, the model has {m} outputs")
 
+    def counted(self, targets: Tensor) -> Tensor:
+        """Every target but ``ignore_index``."""
+        return _all(targets) if targets.is_floating_point() else targets.long() != self.ignore_index
+
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """τσ − t and √τ·(diag √σ − σ√σᵀ)."""
         m = outputs.shape[1]
         if targets.is_floating_point():
             labels, counted = targets.to(outputs.dtype), torch.ones_like(outputs[:, :1])
         else:
+            targets = targets.long()  # small integer types would wrap m and ignore_index around
             valid = (targets >= 0) & (targets < m) & (targets != self.ignore_index)
-            labels = F.one_hot(torch.where(valid, targets, 0).long(), m).to(outputs.dtype)
+            labels = F.one_hot(torch.where(valid, targets, 0), m).to(outputs.dtype)
             counted = valid[:, None].to(outputs.dtype)
         t = counted * ((1 - self.label_smoothing) * labels + self.label_smoothing / m)
         if self.weight is not None:
@@ -165,6 +182,10 @@ class BinaryCrossEntropy:
                     f"{outputs.shape[1]} outputs (a weight for each record belongs into the data set)"
                 )
 
+    def counted(self, targets: Tensor) -> Tensor:
+        """Every target."""
+        return _all(targets)
+
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """s(aσ − wpy) and diag √(s·aσ(1−σ))."""
         one = torch.ones(1, dtype=outputs.dtype, device=outputs.device)
@@ -198,22 +219,46 @@ class AutodiffCriterion:
                 "they must agree in the first (batch) dimension"
             )
         # On zeros: the answer must not depend on a record.
-        value = self.function(torch.zeros_like(outputs[:1]), torch.zeros_like(targets[:1]))
+        zeros = torch.zeros_like(targets[:1])
+        zeros = zeros.double() if targets.is_floating_point() else zeros
+        value = self.function(torch.zeros_like(outputs[:1]).double(), zeros)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"criterion must return one number for one record, got {getattr(value, 'shape', type(value))}; "
                 "use reduction='mean' or 'sum'"
             )
+        self._derivatives(torch.zeros_like(outputs[:1]).double(), zeros)  # what cannot be differentiated raises here
 
-    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Vmap of grad and of hessian, then M = V diag √max(e, 0)."""
+    def counted(self, targets: Tensor) -> Tensor:
+        """Every target."""
+        return _all(targets)
+
+    def _derivatives(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of each record, by reverse mode twice: forward mode is missing for some losses."""
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return self.function(output[None], target[None]).reshape(())
 
+        gradient: Tensor = torch.func.vmap(torch.func.grad(loss))(outputs, targets)
+        hessian: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)))(outputs, targets)
+        return gradient, hessian
+
+    def _alone(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """One record; NaN where the criterion refuses its target, because an exception would reveal it."""
+        try:
+            return self._derivatives(output[None], target[None])
+        except Exception:
+            m = output.shape[0]
+            return output.new_full((1, m), math.nan), output.new_full((1, m, m), math.nan)
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian by automatic differentiation, then M = V diag √max(e, 0)."""
         targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
-        gradient = torch.func.vmap(torch.func.grad(loss))(outputs, targets)
-        hessian = torch.func.vmap(torch.func.hessian(loss))(outputs, targets)
+        try:
+            gradient, hessian = self._derivatives(outputs, targets)
+        except Exception:
+            each = [self._alone(output, target) for output, target in zip(outputs, targets, strict=True)]
+            gradient, hessian = torch.cat([g for g, _ in each]), torch.cat([h for _, h in each])
         finite = hessian.flatten(1).isfinite().all(1)[:, None, None]
         values, vectors = torch.linalg.eigh(torch.where(finite, hessian, 0.0))
         factor = vectors * values.clamp(min=0).sqrt()[:, None, :]

@@ -43,7 +43,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm.auto import tqdm
 
 from opacus_expm import _check
-from opacus_expm.model import cast_inputs
+from opacus_expm.model import cast_inputs, take
 
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
 
@@ -134,17 +134,21 @@ def dataset_size(loader: DataLoader[Any]) -> int | None:
 
 
 def split_batch(batch: Any, name: str = "loader") -> tuple[Any, Tensor]:
-    """A batch as (inputs, targets).
+    """A batch as (inputs, targets): a pair, or a mapping with the targets under ``"labels"``, as Hugging Face has it.
 
     Raises:
         ValueError: the batch is not a pair with a target tensor whose first dimension is the batch.
     """
-    if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or len(batch) != 2:
+    if isinstance(batch, Mapping) and "labels" in batch:
+        inputs, targets = {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        inputs, targets = batch
+    else:
         found = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
         raise ValueError(
-            f"{name} must yield pairs (input, target), got {found}; adapt the data set or the collate function"
+            f"{name} must yield pairs (input, target), or mappings with 'labels', got {found}; adapt the data set or the "
+            "collate function"
         )
-    inputs, targets = batch
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if not isinstance(targets, Tensor) or targets.dim() == 0 or not tensors:
         raise ValueError(
@@ -156,11 +160,6 @@ def split_batch(batch: Any, name: str = "loader") -> tuple[Any, Tensor]:
             f"{name} yields inputs and targets whose first dimensions differ: they must be one row per record"
         )
     return inputs, targets
-
-
-def take(inputs: Any, piece: slice) -> Any:
-    """Some of a batch's records."""
-    return pytree.tree_map(lambda t: t[piece] if isinstance(t, Tensor) else t, inputs)
 
 
 def batches(

@@ -10,16 +10,13 @@ One pass over the data serves every ε and, the bounds being fixed, every radius
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import os
 import pickle
-import secrets
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,72 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, data
-from opacus_expm.accountant import ExpMAccountant, Release
-from opacus_expm.bounds import public_bounds
+from opacus_expm import _check, curves, data
+from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Release
 from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
-from opacus_expm.criteria import Criterion, make_criterion
-from opacus_expm.density import BallGaussian
-from opacus_expm.functional import FunctionalRows
-from opacus_expm.grad_sample import HooksCannotServe, hooks_for
-from opacus_expm.model import (
-    Layout,
-    check_module,
-    check_resolution,
-    compute_dtype,
-    exact_arithmetic,
-    moved,
-    working_copy,
-)
-from opacus_expm.projection import KINDS, Projection, make_projection
+from opacus_expm.model import check_module, check_resolution
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
-from opacus_expm.sums import ADJACENCIES, ClippedSums, RowSource, clipped_sums
+from opacus_expm.statistics import Statistics, Workbench, nominal_size_of
+from opacus_expm.sums import ADJACENCIES
 
-GRAD_SAMPLE_MODES = ("hooks", "functorch")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Statistics:
-    """What one pass over the private data left behind: enough to release models at any ε and radius.
-
-    **Privacy:** private data. ``repr`` shows shapes and bounds only, and pickling is refused.
-    """
-
-    module: nn.Module
-    layout: Layout
-    projection: Projection
-    sums: ClippedSums
-    nominal_size: int
-
-    @cached_property
-    def _spectrum(self) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, NDArray[np.float64]]:
-        """Eigenvalues and eigenvectors of S, and G in that basis; S = 0 needs no rotation."""
-        gradient = self.sums.gradient.cpu().numpy()
-        if self.sums.curvature is None:
-            return np.zeros_like(gradient), None, gradient
-        values, vectors = np.linalg.eigh(self.sums.curvature.cpu().numpy())
-        return values, vectors, vectors.T @ gradient
-
-    def density(self, inverse_temperature: float, radius: float, regularization: float) -> BallGaussian:
-        """The mechanism's density exp(−c[ξᵀG + ½ξᵀSξ + ½λN|ξ|²]) on |ξ| ≤ R; private."""
-        values, vectors, gradient = self._spectrum
-        precision = inverse_temperature * (np.clip(values, 0.0, None) + regularization * self.nominal_size)
-        return BallGaussian(precision, -inverse_temperature * gradient, radius, vectors)
-
-    def module_at(self, coordinates: NDArray[np.float64]) -> nn.Module:
-        """The plain module with parameters θ* + Aξ."""
-        return moved(self.module, self.layout, self.projection.lift(torch.from_numpy(coordinates)))
-
-    def __repr__(self) -> str:
-        return (
-            f"Statistics(parameters={self.layout.size}, projection={self.projection.kind!r}, "
-            f"nominal_size={self.nominal_size}, sums={self.sums!r})"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("Statistics hold private data and are not pickled; release a model instead")
 
 
 class ExpMQuadEngine:
@@ -159,6 +100,7 @@ class ExpMQuadEngine:
         projection_seed: int | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
+        curvature_samples: int | None = None,
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
@@ -185,6 +127,8 @@ class ExpMQuadEngine:
             projection_seed: public seed of the subspace; drawn afresh by default, and recorded.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
+            curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
+                passes. None is exact up to 64 outputs, and takes 8 probes beyond and for sequences.
             max_physical_batch_size: records processed at a time, to cap memory.
             noise_generator: for tests and simulations only; the operating system's entropy by default.
             progress: show a bar; None shows it on a terminal.
@@ -201,6 +145,7 @@ class ExpMQuadEngine:
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
         noise_source(noise_generator)  # a wrong type must not cost a pass
         self._sampler(sampler)
+        self._check_budget(epsilon, delta, regularization, calibration)
         statistics = self.gather(
             model,
             loader,
@@ -213,6 +158,7 @@ class ExpMQuadEngine:
             projection_seed=projection_seed,
             nominal_size=nominal_size,
             grad_sample_mode=grad_sample_mode,
+            curvature_samples=curvature_samples,
             max_physical_batch_size=max_physical_batch_size,
             progress=progress,
         )
@@ -242,6 +188,7 @@ class ExpMQuadEngine:
         projection_seed: int | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
+        curvature_samples: int | None = None,
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
     ) -> Statistics:
@@ -249,60 +196,20 @@ class ExpMQuadEngine:
 
         **Privacy:** the result is private data; nothing is charged until something is released from it.
         """
-        module = check_module(model)
-        data.check_loader(loader)
-        if public_loader is not None:
-            data.check_loader(public_loader, "public_loader")
-        if max_grad_norm is not None:
-            _check.positive("max_grad_norm", max_grad_norm)
-        if max_curvature is not None:
-            _check.non_negative("max_curvature", max_curvature)
-        if (max_grad_norm is None or max_curvature is None) and public_loader is None:
-            missing = "max_grad_norm" if max_grad_norm is None else "max_curvature"
-            raise ValueError(
-                f"{missing} is not given: pass max_grad_norm= and max_curvature= as public constants, or "
-                "public_loader= to measure them on public data; they must not be read off the private data"
-            )
-        if grad_sample_mode is not None:
-            _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
-        _check.one_of("projection", projection, KINDS)
-        size = _nominal_size(loader, nominal_size)
-        seed = secrets.randbits(63) if projection_seed is None else _seed(projection_seed)
-
-        working = working_copy(module)
-        layout = Layout.of(working)
-        device, dtype = next(working.parameters()).device, compute_dtype(working)
-        subspace = make_projection(projection, layout.size, proj_dim, seed, device=device, dtype=dtype)
-
-        def one_pass(of: DataLoader[Any], name: str) -> Iterator[tuple[Any, Tensor]]:
-            return data.batches(
-                of,
-                device=device,
-                dtype=dtype,
-                max_physical_batch_size=max_physical_batch_size,
-                progress=progress,
-                name=name,
-            )
-
-        with exact_arithmetic():
-            source: RowSource | None = None
-            loss: Criterion | None = None
-            if public_loader is not None and (max_grad_norm is None or max_curvature is None):
-                first, stream = _peek(one_pass(public_loader, "public_loader"))
-                loss = make_criterion(criterion, first[1])
-                source = _row_source(working, layout, subspace, first[0], grad_sample_mode)
-                gradient, curvature = public_bounds(source, loss, stream, curvature=max_curvature != 0)
-                max_grad_norm = gradient if max_grad_norm is None else max_grad_norm
-                max_curvature = curvature if max_curvature is None else max_curvature
-            first, stream = _peek(one_pass(loader, "loader"))
-            loss = make_criterion(criterion, first[1]) if loss is None else loss
-            source = _row_source(working, layout, subspace, first[0], grad_sample_mode) if source is None else source
-            assert max_grad_norm is not None
-            assert max_curvature is not None
-            sums = clipped_sums(
-                source, loss, stream, max_grad_norm=float(max_grad_norm), max_curvature=float(max_curvature)
-            )
-        return Statistics(copy.deepcopy(module), layout, subspace, sums, size)
+        bench = Workbench(
+            model,
+            proj_dim=proj_dim,
+            criterion=criterion,
+            projection=projection,
+            projection_seed=projection_seed,
+            grad_sample_mode=grad_sample_mode,
+            curvature_samples=curvature_samples,
+            max_physical_batch_size=max_physical_batch_size,
+            progress=progress,
+        )
+        bounds = _bounds(bench, loader, max_grad_norm, max_curvature, public_loader)
+        size = nominal_size_of(loader, nominal_size)
+        return bench.gather(loader, max_grad_norm=bounds[0], max_curvature=bounds[1], nominal_size=size)
 
     def release(
         self,
@@ -495,6 +402,15 @@ class ExpMQuadEngine:
                 f"regularization={regularization!r}; use calibration='range', or set both"
             )
 
+    def _check_budget(self, epsilon: float, delta: float, regularization: float, calibration: str) -> None:
+        """Refuse a release that cannot fit the budget, however it will be calibrated, before any data is touched."""
+        failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
+        variants = [PlannedEvent(curves.bounded_range_for(epsilon, delta), math.inf, failure)]
+        if delta > 0 and regularization > 0:
+            variants.append(PlannedEvent(math.inf, curves.gaussian_mu(epsilon, delta), failure))
+        if calibration != "paper":  # which spends less than it asks for; it is checked when it is charged
+            self.accountant.check_budget(variants, epsilon, delta)
+
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:
         """A sampler by name, or as configured by the user."""
         if isinstance(sampler, str):
@@ -529,43 +445,34 @@ class ExpMQuadEngine:
         )
 
 
-def _nominal_size(loader: DataLoader[Any], nominal_size: int | None) -> int:
-    """The public N."""
-    if nominal_size is not None:
-        return _check.positive_int("nominal_size", nominal_size)
-    size = data.dataset_size(loader)
-    if size is None:
-        raise ValueError("nominal_size must be given for an iterable data set: a public, rounded number of records")
-    return size
-
-
-def _seed(projection_seed: object) -> int:
-    """A public seed."""
-    if isinstance(projection_seed, bool) or not isinstance(projection_seed, int) or projection_seed < 0:
-        raise ValueError(f"projection_seed must be a non-negative integer or None, got {projection_seed!r}")
-    return projection_seed
-
-
-def _peek(stream: Iterator[tuple[Any, Tensor]]) -> tuple[tuple[Any, Tensor], Iterator[tuple[Any, Tensor]]]:
-    """The first item, and the whole stream."""
-    first = next(stream)
-    return first, itertools.chain([first], stream)
-
-
-def _row_source(
-    module: nn.Module, layout: Layout, projection: Projection, inputs: Any, grad_sample_mode: str | None
-) -> RowSource:
-    """Hooks where they can serve, else functorch; a fallback is said."""
-    example = data.take(inputs, slice(0, 1))
-    if grad_sample_mode == "functorch":
-        return FunctionalRows(module, layout, projection)
-    try:
-        return hooks_for(module, layout, projection, example)
-    except HooksCannotServe as reason:
-        if grad_sample_mode == "hooks":
-            raise ValueError(f"grad_sample_mode='hooks' cannot serve this model: {reason}; use 'functorch'") from reason
-        warnings.warn(f"using grad_sample_mode='functorch', because {reason}", UserWarning, stacklevel=3)
-        return FunctionalRows(module, layout, projection)
+def _bounds(
+    bench: Workbench,
+    loader: DataLoader[Any],
+    max_grad_norm: float | None,
+    max_curvature: float | None,
+    public_loader: DataLoader[Any] | None,
+) -> tuple[float, float]:
+    """Check the loaders; the bounds as given, or measured on public data."""
+    data.check_loader(loader)
+    if public_loader is not None:
+        data.check_loader(public_loader, "public_loader")
+    if max_grad_norm is not None:
+        _check.positive("max_grad_norm", max_grad_norm)
+    if max_curvature is not None:
+        _check.non_negative("max_curvature", max_curvature)
+    if max_grad_norm is not None and max_curvature is not None:
+        return float(max_grad_norm), float(max_curvature)
+    if public_loader is None:
+        missing = "max_grad_norm" if max_grad_norm is None else "max_curvature"
+        raise ValueError(
+            f"{missing} is not given: pass max_grad_norm= and max_curvature= as public constants, or public_loader= to "
+            "measure them on public data; they must not be read off the private data"
+        )
+    gradient, curvature = bench.public_bounds(public_loader, curvature=max_curvature != 0)
+    return (
+        gradient if max_grad_norm is None else float(max_grad_norm),
+        curvature if max_curvature is None else float(max_curvature),
+    )
 
 
 def make_private_expm(
@@ -588,6 +495,7 @@ def make_private_expm(
     projection_seed: int | None = None,
     nominal_size: int | None = None,
     grad_sample_mode: str | None = None,
+    curvature_samples: int | None = None,
     max_physical_batch_size: int | None = None,
     noise_generator: torch.Generator | np.random.Generator | None = None,
     progress: bool | None = None,
@@ -616,6 +524,7 @@ def make_private_expm(
         projection_seed=projection_seed,
         nominal_size=nominal_size,
         grad_sample_mode=grad_sample_mode,
+        curvature_samples=curvature_samples,
         max_physical_batch_size=max_physical_batch_size,
         noise_generator=noise_generator,
         progress=progress,

@@ -93,7 +93,6 @@ def working_copy(module: nn.Module) -> nn.Module:
     widen = any(p.dtype in _LOW_PRECISION for p in module.parameters())
     shared: dict[int, Any] = {id(p): p for p in module.parameters() if not (p.requires_grad or widen)}
     duplicate = copy.deepcopy(module, shared).eval()
-    duplicate.zero_grad(set_to_none=True)
     return duplicate.float() if widen else duplicate
 
 
@@ -114,6 +113,11 @@ def cast_inputs(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return pytree.tree_map(move, inputs)
 
 
+def take(inputs: Any, piece: slice) -> Any:
+    """Some of a batch's records."""
+    return pytree.tree_map(lambda t: t[piece] if isinstance(t, Tensor) else t, inputs)
+
+
 def call(module: nn.Module, inputs: Any) -> Any:
     """``module(x)``, ``module(*xs)`` or ``module(**named)``, as the kind of ``inputs`` suggests."""
     if isinstance(inputs, Mapping):
@@ -131,12 +135,32 @@ def outputs_of(result: Any) -> Tensor:
             f"model must return a tensor (or an object with .logits), got {type(result).__name__}; "
             "wrap it in a module that returns the tensor the criterion needs"
         )
-    if tensor.dim() != 2:
+    if tensor.dim() not in (2, 3):
         raise ValueError(
-            f"model must return a 2-D output (batch, outputs), got shape {tuple(tensor.shape)}; "
-            "flatten it, or unsqueeze(-1) a single output, in a wrapping module"
+            f"model must return a 2-D output (batch, outputs), or a 3-D one (batch, positions, outputs) with a target for "
+            f"each position, got shape {tuple(tensor.shape)}; flatten it, or unsqueeze(-1) a single output, in a "
+            "wrapping module"
         )
     return tensor
+
+
+def synthetic_batch(example: Any, copies: int, seed: int) -> Any:
+    """``copies`` records of the example's shape: the first the same for every seed, noise in the rest."""
+    generator = torch.Generator().manual_seed(0)
+    others = torch.Generator().manual_seed(seed)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        repeated = torch.cat([value] * copies)
+        if not value.is_floating_point():  # 0 and 1 are valid indices nearly everywhere
+            bits = torch.randint(2, value.shape, generator=generator)
+            return torch.cat([bits, *[1 - bits if seed else bits] * (copies - 1)]).to(value)
+        first = torch.randn(value.shape, generator=generator)
+        rest = torch.randn(repeated[1:].shape, generator=others)
+        return torch.cat([first, rest]).to(value)
+
+    return pytree.tree_map(fake, example)
 
 
 @contextmanager

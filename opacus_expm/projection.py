@@ -47,6 +47,12 @@ class Projection(Protocol):
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Add Aᵀ(rows) to ``out`` (N, k), for rows (N, q) at coordinates start … start+q."""
 
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """The same for the rows of a table (count, d) at ``start`` in which row ``index[n, t]`` has ``values[n, t]``.
+
+        Equal indices add up; ``values`` is (N, T, d), ``index`` (N, T).
+        """
+
     def lift(self, coordinates: Tensor) -> Tensor:
         """Aξ ∈ R^p for coordinates ξ ∈ R^k."""
 
@@ -84,6 +90,10 @@ class Stiefel:
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Add rows · A[start : start+q]."""
         torch.addmm(out, rows, self.matrix[start : start + rows.shape[1]], out=out)
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Through the dense table."""
+        self.add_projected(out, _table(values, index, count), start)
 
     def lift(self, coordinates: Tensor) -> Tensor:
         """Aξ."""
@@ -124,6 +134,12 @@ class Sparse:
         place = slice(start, start + rows.shape[1])
         out.index_add_(1, self.bucket[place], rows * self.weight[place])
 
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Add each looked-up coordinate to its bucket; the table is never built."""
+        place, shape = slice(start, start + count * values.shape[2]), (count, values.shape[2])
+        signed = values * self.weight[place].view(shape)[index]
+        out.scatter_add_(1, self.bucket[place].view(shape)[index].flatten(1).long(), signed.flatten(1))
+
     def lift(self, coordinates: Tensor) -> Tensor:
         """Copy each bucket's value to its coordinates, signed and scaled."""
         return self.weight * coordinates.to(self.weight)[self.bucket]
@@ -146,9 +162,20 @@ class FullSpace:
         """Copy the rows to their place."""
         out[:, start : start + rows.shape[1]] += rows
 
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Copy the table to its place."""
+        self.add_projected(out, _table(values, index, count), start)
+
     def lift(self, coordinates: Tensor) -> Tensor:
         """ξ itself."""
         return coordinates
+
+
+def _table(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """The (N, count·d) table whose row ``index[n, t]`` is the sum of its ``values[n, t]``."""
+    size, _, width = values.shape
+    table = values.new_zeros(size, count, width)
+    return table.scatter_add_(1, index[..., None].expand_as(values), values).flatten(1)
 
 
 def make_projection(

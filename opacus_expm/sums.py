@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,13 +27,15 @@ from opacus_expm import _check
 from opacus_expm.criteria import Criterion
 
 ADJACENCIES = ("add_remove", "replace_one")
+EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
+DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
 
 class RowSource(Protocol):
     """Either gatherer: outputs of a batch, and rows of its projected Jacobian for any cotangents."""
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Outputs (B, m) and a function from cotangents (B, r, m) to rows (B, r, k)."""
+        """Outputs (B, …) and a function from cotangents (B, r, …) to rows (B, r, k)."""
 
 
 @dataclass(frozen=True)
@@ -128,30 +131,81 @@ class RecordQuadratics:
 
 
 def record_quadratics(
-    source: RowSource, criterion: Criterion, inputs: Any, targets: Tensor, *, curvature: bool
+    source: RowSource,
+    criterion: Criterion,
+    inputs: Any,
+    targets: Tensor,
+    *,
+    curvature: bool,
+    curvature_samples: int | None = None,
 ) -> RecordQuadratics:
     """Each record's projected gradient and Gauss-Newton factor, records that are not finite set to zero.
 
-    With ``curvature`` the Jacobian's rows along the criterion's basis are gathered and give both; without, one
-    backward pass gives the gradient alone.
+    Without ``curvature``, one backward pass gives the gradient alone. With it, the Jacobian's rows along the criterion's
+    basis give both exactly; or, with ``curvature_samples`` = s, 1 + s backward passes give the gradient and s probes
+    B = ZᵀMᵀJ/√s with independent signs Z, for which E[BᵀB] = JᵀLJ (the default beyond 64 outputs, and for
+    sequences, with s = 8). A probe's H_i is as positive semi-definite as the
+    exact one and clipped alike, so the privacy is the same; the signs are drawn afresh for each record, and the
+    neighbouring data sets of the guarantee are compared for any fixed signs of the records that both have.
     """
     outputs, pullback = source.outputs_and_pullback(inputs)
-    criterion.check(outputs, targets)
-    gradient, factor = criterion.gradient_and_factor(outputs.double(), targets)
+    gradient, factor = _at_outputs(criterion, outputs, targets)
+    dtype, parallel = outputs.dtype, False
+    if curvature_samples is None and (outputs.dim() > 2 or outputs.shape[1] > EXACT_OUTPUTS):
+        curvature_samples = DEFAULT_PROBES
     if not curvature:
-        g = pullback(gradient.to(outputs.dtype)[:, None]).double()[:, 0]
-        norms = torch.linalg.vector_norm(g, dim=1)
+        g, b = pullback(gradient.to(dtype)[:, None]).double()[:, 0], None
+    elif curvature_samples is not None:
+        signs = _signs((*factor.shape[:-2], factor.shape[-1], curvature_samples)).to(factor)
+        probes = (factor @ signs).movedim(-1, 1) / math.sqrt(curvature_samples)
+        rows = pullback(torch.cat([gradient[:, None], probes], dim=1).to(dtype)).double()
+        g, b = rows[:, 0], rows[:, 1:]
+    else:
+        basis = criterion.basis(outputs.shape[1]).to(outputs.device)
+        parallel = len(basis) == 1
+        rows = pullback(basis.to(dtype).expand(len(outputs), -1, -1)).double()
+        # J → g = Jᵀ(∇ℓ),  J → B = MᵀJ, in the basis' coordinates
+        g = torch.einsum("br,brk->bk", gradient @ basis.T, rows)
+        b = torch.einsum("brq,brk->bqk", basis @ factor, rows)
+    return _finite_only(g, b, parallel=parallel)
+
+
+def _at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """∇_f ℓ and M in the shape of the outputs, float64; a sequence's loss is the mean over its counted positions."""
+    if outputs.dim() == 2:
+        criterion.check(outputs, targets)
+        return criterion.gradient_and_factor(outputs.double(), targets)
+    if targets.shape[:2] != outputs.shape[:2]:
+        raise ValueError(
+            f"target has shape {tuple(targets.shape)} where a model with outputs {tuple(outputs.shape)} needs one target "
+            "for each position: the first two dimensions must agree"
+        )
+    flat, flat_targets = outputs.flatten(0, 1), targets.flatten(0, 1)
+    criterion.check(flat, flat_targets)
+    gradient, factor = criterion.gradient_and_factor(flat.double(), flat_targets)
+    batch, positions = outputs.shape[:2]
+    counted = criterion.counted(flat_targets).view(batch, positions).sum(1).clamp(min=1).to(gradient)
+    return (
+        gradient.view(batch, positions, -1) / counted[:, None, None],
+        factor.view(batch, positions, *factor.shape[1:]) / counted.sqrt()[:, None, None, None],
+    )
+
+
+def _signs(shape: tuple[int, ...]) -> Tensor:
+    """Independent random signs from the operating system's entropy; no seed can fix them."""
+    bits = np.random.default_rng().integers(0, 2, size=shape, dtype=np.int8)
+    return torch.from_numpy(bits * 2 - 1)
+
+
+def _finite_only(g: Tensor, b: Tensor | None, *, parallel: bool) -> RecordQuadratics:
+    """Norms of each record's gradient and curvature; a record with either not finite becomes zero in both."""
+    norms = torch.linalg.vector_norm(g, dim=1)
+    if b is None:
         finite = norms.isfinite()
         g = torch.where(finite[:, None], g, 0.0)
-        return RecordQuadratics(g, None, torch.where(finite, norms, 0.0), torch.zeros_like(norms), parallel=False)
-    basis = criterion.basis(outputs.shape[1]).to(outputs.device)
-    rows = pullback(basis.to(outputs.dtype).expand(len(outputs), -1, -1)).double()
-    # J → g = Jᵀ(∇ℓ),  J → B = MᵀJ, in the basis' coordinates
-    g = torch.einsum("br,brk->bk", gradient @ basis.T, rows)
-    b = torch.einsum("brq,brk->bqk", basis @ factor, rows)
+        return RecordQuadratics(g, None, torch.where(finite, norms, 0.0), torch.zeros_like(norms), parallel=parallel)
     gram = b @ b.transpose(1, 2)
     trace = gram.diagonal(dim1=1, dim2=2).sum(1)
-    norms = torch.linalg.vector_norm(g, dim=1)
     finite = norms.isfinite() & trace.isfinite()  # |gram| ≤ trace entrywise
     # Scaled to trace 1, so that no record can make the eigenvalue routine overflow or fail.
     unit = torch.where((finite & (trace > 0))[:, None, None], gram / trace[:, None, None], 0.0)
@@ -161,7 +215,7 @@ def record_quadratics(
         torch.where(finite[:, None, None], b, 0.0),
         torch.where(finite, norms, 0.0),
         torch.where(finite, curvature_norms, 0.0),
-        parallel=rows.shape[1] == 1,
+        parallel=parallel,
     )
 
 
@@ -172,6 +226,7 @@ def clipped_sums(
     *,
     max_grad_norm: float,
     max_curvature: float,
+    curvature_samples: int | None = None,
 ) -> ClippedSums:
     """Clip every record's quadratic and add, over one pass.
 
@@ -181,6 +236,7 @@ def clipped_sums(
         pass_over: (inputs, targets) that visit every record once.
         max_grad_norm: C_g > 0.
         max_curvature: C_H ≥ 0; 0 leaves the curvature out and needs one backward pass instead of m.
+        curvature_samples: random probes of the curvature for each record; None computes it exactly.
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
@@ -188,7 +244,9 @@ def clipped_sums(
     total_s: Tensor | None = None
     parallel = False
     for inputs, targets in pass_over:
-        records = record_quadratics(source, criterion, inputs, targets, curvature=max_curvature > 0)
+        records = record_quadratics(
+            source, criterion, inputs, targets, curvature=max_curvature > 0, curvature_samples=curvature_samples
+        )
         g = records.gradients * _clip(records.gradient_norms, max_grad_norm)[:, None]
         total_g = g.sum(0) if total_g is None else total_g + g.sum(0)
         if records.factors is not None:

@@ -57,6 +57,20 @@ def sine(seed: int = 0, records: int = 5000) -> Task:
                 return Task(model, public, private, test, criterion)
 
 
+def cnn() -> nn.Module:
+    """The paper's MNIST network: two 5×5 convolutions (24 and 8 channels), ReLU and max-pooling; 6,722 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 24, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(24, 8, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
 def fit(
     model: nn.Module,
     dataset: TensorDataset,

@@ -1,0 +1,254 @@
+"""What one statistics pass costs, beside a plain epoch, an Opacus DP-SGD epoch and other ways to the same matrix.
+
+    python benchmarks/statistics.py [--records 20000] [--rounds 3] [--out statistics.json] [--plot statistics.png]
+    python benchmarks/statistics.py --profile
+
+Each figure is the median of interleaved runs, each in a process of its own that reports seconds (without start-up) and
+peak resident memory. The model is the paper's CNN (6,722 parameters, 10 outputs), the batch 512, the images random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics as stats
+import subprocess
+import sys
+import time
+import warnings
+
+BATCH = 512
+COMPARED = (
+    "import only", "plain epoch", "dp-sgd epoch",
+    "exact sparse 100", "exact sparse 400", "exact sparse 1600",
+    "exact stiefel 100", "exact stiefel 400", "exact stiefel 1600",
+    "sampled sparse 400", "gradient sparse 400", "naive stiefel 400", "curvlinops 400",
+)  # fmt: skip
+
+
+def data(records: int, outputs: int = 10):
+    """Random images and labels."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(outputs, (records,)))
+
+
+def plain_epoch(model, dataset) -> None:
+    """Forward, backward, step."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in DataLoader(dataset, batch_size=BATCH):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def dp_sgd_epoch(model, dataset) -> None:
+    """One epoch of Opacus with its hooks."""
+    import torch
+    from opacus import PrivacyEngine
+    from torch.utils.data import DataLoader
+
+    model.train()
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(dataset, batch_size=BATCH), noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def our_pass(model, dataset, k: int, projection: str, **options) -> None:
+    """One pass of the engine."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from opacus_expm import ExpMQuadEngine
+
+    bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
+    loader = DataLoader(dataset, batch_size=BATCH)
+    ExpMQuadEngine().gather(
+        model, loader, k, criterion=torch.nn.CrossEntropyLoss(), projection=projection, projection_seed=0, **bounds
+    )
+
+
+def naive_pass(model, dataset, k: int) -> None:
+    """vmap(jacrev) of the whole model, then the dense projection, then clipping and sums as ours."""
+    import torch
+    from torch.func import functional_call, jacrev, vmap
+    from torch.utils.data import DataLoader
+
+    from opacus_expm.projection import Stiefel
+
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    size = sum(p.numel() for p in parameters.values())
+    a = Stiefel.generate(size, k, 0, torch.device("cpu"), torch.float32).matrix
+    rows_of = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))
+    total = torch.zeros(k, k, dtype=torch.float64)
+    for x, y in DataLoader(dataset, batch_size=BATCH):
+        jacobian = rows_of(parameters, x)
+        j = torch.cat([v.flatten(2) for v in jacobian.values()], 2) @ a
+        sigma = torch.softmax(model(x).detach(), 1)
+        root = torch.diag_embed(sigma.sqrt()) - sigma[:, :, None] * sigma.sqrt()[:, None]
+        b = (root.transpose(1, 2) @ j).double()
+        scale = (1.0 / torch.linalg.eigvalsh(b @ b.transpose(1, 2))[:, -1]).clamp(max=1).sqrt()
+        b = (b * scale[:, None, None]).flatten(0, 1)
+        total += b.T @ b
+        y.sum()
+
+
+def curvlinops_pass(model, dataset, k: int) -> None:
+    """Curvlinops' Gauss-Newton operator applied to the k columns of A: no per-sample clipping is possible there."""
+    import curvlinops
+    import torch
+    from torch.utils.data import DataLoader
+
+    from opacus_expm.projection import Stiefel
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    size = sum(p.numel() for p in parameters)
+    operator = curvlinops.GGNLinearOperator(
+        model, torch.nn.CrossEntropyLoss(reduction="sum"), parameters, list(DataLoader(dataset, batch_size=BATCH)),
+        check_deterministic=False,
+    )  # fmt: skip
+    a = Stiefel.generate(size, k, 0, torch.device("cpu"), torch.float32).matrix
+    a.T @ (operator @ a)
+
+
+def run_one(name: str, records: int) -> dict:
+    """Measure one item in this process."""
+    warnings.simplefilter("ignore")
+    if name == "import only":
+        import torch  # noqa: F401
+
+        import opacus_expm  # noqa: F401
+
+        seconds = 0.0
+        data(records)
+    else:
+        from opacus_expm import tasks
+
+        kind, *rest = name.split()
+        dataset = data(records)
+        actions = {
+            "plain": lambda m, d: plain_epoch(m, d),
+            "dp-sgd": lambda m, d: dp_sgd_epoch(m, d),
+            "exact": lambda m, d: our_pass(m, d, int(rest[1]), rest[0]),
+            "sampled": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], curvature_samples=2),
+            "gradient": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], max_curvature=0.0),
+            "naive": lambda m, d: naive_pass(m.eval(), d, int(rest[1])),
+            "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),
+        }
+        start = time.perf_counter()
+        actions[kind](tasks.cnn(), dataset)
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def spawn(name: str, records: int) -> dict | None:
+    """Measure one item in a fresh process; None where it cannot run (a package is missing)."""
+    command = [sys.executable, __file__, "--one", name, "--records", str(records)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"  {name}: not measured ({done.stderr.strip().splitlines()[-1][:100]})", flush=True)
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def measure(names, records: int, rounds: int) -> dict[str, dict]:
+    """Median over interleaved rounds."""
+    found: dict[str, list[dict]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            result = spawn(name, records)
+            if result is not None:
+                found[name].append(result)
+    return {
+        name: {key: stats.median(r[key] for r in results) for key in ("seconds", "peak_mb")}
+        for name, results in found.items()
+        if results
+    }
+
+
+def table(found: dict[str, dict]) -> None:
+    """Seconds, ratio to the DP-SGD epoch, peak memory beside the DP-SGD step's."""
+    base, empty = found["dp-sgd epoch"], found["import only"]["peak_mb"]
+    print(f"{'':22} {'seconds':>8} {'epochs':>7} {'peak MB':>8} {'above import':>13} {'of dp-sgd':>10}")
+    for name, row in found.items():
+        above = row["peak_mb"] - empty
+        print(
+            f"{name:22} {row['seconds']:8.1f} {row['seconds'] / base['seconds']:7.2f} {row['peak_mb']:8.0f} {above:13.0f} "
+            f"{above / (base['peak_mb'] - empty):10.2f}",
+            flush=True,
+        )
+
+
+def profile(records: int) -> None:
+    """Where the time of an exact sparse pass goes."""
+    import torch
+
+    from opacus_expm import tasks
+
+    warnings.simplefilter("ignore")
+    dataset = data(records)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        our_pass(tasks.cnn(), dataset, 400, "sparse")
+    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
+
+
+def plot(found: dict[str, dict], path: str) -> None:
+    """Bars of the ratios to a DP-SGD epoch."""
+    import matplotlib.pyplot as plt
+
+    names = [n for n in found if n != "import only"]
+    ratios = [found[n]["seconds"] / found["dp-sgd epoch"]["seconds"] for n in names]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.barh(names[::-1], ratios[::-1], color="0.5")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time, in Opacus DP-SGD epochs")
+    axes.set_title("One pass over the data (CNN, 6,722 parameters, 10 outputs)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--plot", help="PNG file for a bar chart")
+    parser.add_argument("--profile", action="store_true", help="profile one exact pass instead")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_one(options.one, options.records)))
+        return
+    if options.profile:
+        profile(min(options.records, 4096))
+        return
+    found = measure(COMPARED, options.records, options.rounds)
+    print(f"{options.records} records, batch {BATCH}, median of {options.rounds}")
+    table(found)
+    pair = ("import only", "dp-sgd epoch", "exact sparse 400")
+    double = measure(pair, 2 * options.records, options.rounds)
+    print(f"{2 * options.records} records")
+    table(double)
+    growth = double["exact sparse 400"]["seconds"] / found["exact sparse 400"]["seconds"]
+    print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump({"records": options.records, "batch": BATCH, "single": found, "double": double}, file, indent=1)
+    if options.plot:
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
