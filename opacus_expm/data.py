@@ -82,7 +82,7 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
             f"{name} has a batch_sampler of type {type(batches).__name__}, not known to visit "
             f"every record once; {_WAY_OUT}"
         )
-    _check_sampler(batches.sampler, name)
+    _check_sampler(batches.sampler, len(loader.dataset), name)  # type: ignore[arg-type]
     visited = len(batches.sampler)  # type: ignore[arg-type]
     if batches.drop_last and visited % batches.batch_size:
         raise ValueError(
@@ -95,34 +95,47 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
 def _check_distinct(dataset: Any, name: str) -> None:
     """Refuse a ``Subset`` that lists a record twice, at any depth."""
     while isinstance(dataset, Subset):
-        if len(set(dataset.indices)) != len(dataset.indices):
+        if _repeats(dataset.indices, len(dataset.dataset)):  # type: ignore[arg-type]
             raise ValueError(f"{name} has a Subset with repeated indices: a record would count twice; drop repeats")
         dataset = dataset.dataset
 
 
-def _check_sampler(sampler: Any, name: str) -> None:
-    """Refuse a sampler that may repeat or leave out a record."""
+def _repeats(indices: Any, size: int) -> bool:
+    """Whether an index occurs twice, counted from either end."""
+    places = [int(i) % size for i in indices]
+    return len(set(places)) != len(places)
+
+
+def _check_sampler(sampler: Any, size: int, name: str) -> None:
+    """Refuse a sampler that may repeat or leave out a record of a data set of the given size."""
     if isinstance(sampler, WeightedRandomSampler):
         raise ValueError(f"{name} uses WeightedRandomSampler: a record may count twice or not at all; {_WAY_OUT}")
-    if type(sampler) is RandomSampler:
-        if sampler.replacement or sampler._num_samples is not None:
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples is not None):
+        raise ValueError(
+            f"{name} uses RandomSampler with replacement or num_samples: a record may count twice or not at all; "
+            f"{_WAY_OUT}"
+        )
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        if len(sampler) != size:
             raise ValueError(
-                f"{name} uses RandomSampler with replacement or num_samples: a record may count twice or not at all; "
-                f"{_WAY_OUT}"
+                f"{name} has a sampler over something of another length than its data set, so it may not visit every record "
+                f"once; {_WAY_OUT}"
             )
     elif type(sampler) is SubsetRandomSampler:
-        if len(set(sampler.indices)) != len(sampler.indices):
-            raise ValueError(f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice")
+        if _repeats(sampler.indices, size):
+            raise ValueError(
+                f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice; drop repeats"
+            )
     elif type(sampler) is DistributedSampler:
         if len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
             raise ValueError(
                 f"{name} uses DistributedSampler, whose {sampler.num_replicas} replicas do not divide the data set: it "
                 "pads by repeating records, or drops some; give each rank a Subset with distinct indices"
             )
-    elif type(sampler) is not SequentialSampler:
+    else:
         raise ValueError(
-            f"{name} uses a sampler of type {type(sampler).__name__}, which is not known to visit every "
-            f"record once; {_WAY_OUT}"
+            f"{name} uses a sampler of type {type(sampler).__name__}, which is not known to visit every record once; "
+            f"{_WAY_OUT}"
         )
 
 

@@ -28,7 +28,7 @@ from opacus_expm import _check, curves, data
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Release
 from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
 from opacus_expm.model import check_module, check_resolution
-from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, noise_source
+from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
 from opacus_expm.statistics import Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES
@@ -143,7 +143,7 @@ class ExpMQuadEngine:
         ledger is charged before the draw.
         """
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
-        noise_source(noise_generator)  # a wrong type must not cost a pass
+        check_noise_generator(noise_generator)  # a wrong type must not cost a pass
         self._sampler(sampler)
         self._check_budget(epsilon, delta, regularization, calibration)
         statistics = self.gather(
@@ -469,10 +469,16 @@ def _bounds(
             "measure them on public data; they must not be read off the private data"
         )
     gradient, curvature = bench.public_bounds(public_loader, curvature=max_curvature != 0)
-    return (
+    found = (
         gradient if max_grad_norm is None else float(max_grad_norm),
         curvature if max_curvature is None else float(max_curvature),
     )
+    if found[0] == 0 or (max_curvature is None and found[1] == 0):
+        raise ValueError(
+            "public_loader gives a zero bound: its gradients or curvatures vanish at the pretrained weights; "
+            "pass max_grad_norm= and max_curvature="
+        )
+    return found
 
 
 def make_private_expm(

@@ -34,16 +34,19 @@ def noise_source(noise_generator: torch.Generator | np.random.Generator | None) 
     The global seeds of torch, numpy and random play no part: ``torch.manual_seed(0)`` in a training script must not
     make the noise predictable. A given torch generator is advanced and seeds a numpy one.
     """
-    if noise_generator is None:
-        return np.random.default_rng()
-    if isinstance(noise_generator, np.random.Generator):
-        return noise_generator
+    check_noise_generator(noise_generator)
     if isinstance(noise_generator, torch.Generator):
         words = torch.randint(2**62, (4,), generator=noise_generator, device=noise_generator.device)
         return np.random.default_rng(words.tolist())
-    raise TypeError(
-        f"noise_generator must be a torch.Generator, a numpy.random.Generator or None, got {noise_generator!r}"
-    )
+    return np.random.default_rng() if noise_generator is None else noise_generator
+
+
+def check_noise_generator(noise_generator: object) -> None:
+    """Raise for anything that ``noise_source`` cannot use."""
+    if noise_generator is not None and not isinstance(noise_generator, torch.Generator | np.random.Generator):
+        raise TypeError(
+            f"noise_generator must be a torch.Generator, a numpy.random.Generator or None, got {noise_generator!r}"
+        )
 
 
 class Sampler(Protocol):

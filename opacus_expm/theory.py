@@ -73,12 +73,15 @@ def rejection_bound(
 ) -> float:
     """Upper bound on the probability that plain rejection rejects [eq:rejProb]; vacuous from 1 on.
 
-    2pR̄/(Nε)·(2/R + H̄/ḡ) + (R̄/R)², infinite for λ = 0 with a singular H.
+    2pR̄/(Nε)·(2/R + H̄/ḡ) + (R̄/R)², where R̄/ḡ = 1/(λ + e_min); infinite for λ = 0 with a singular H.
     """
     eps, r = _check.positive("epsilon", epsilon), _check.positive("radius", radius)
     p, n = _check.positive_int("parameters", parameters), _check.positive_int("minimum_size", minimum_size)
     reach = radius_rule(bounds, regularization, smallest_eigenvalue)
-    return 2 * p * reach / (n * eps) * (2 / r + bounds.curvature / bounds.gradient) + (reach / r) ** 2
+    stiffness = regularization + smallest_eigenvalue
+    if stiffness == 0:
+        return math.inf
+    return 2 * p / (n * eps) * (2 * reach / r + bounds.curvature / stiffness) + (reach / r) ** 2
 
 
 def utility_tail_bound(epsilon: float, t: float, volume_ratio: float) -> float:

@@ -84,12 +84,23 @@ class Stream(IterableDataset):
         return iter(zip(*make_tensors(torch.float64), strict=True))
 
 
-class Squared(nn.Module):
+class Weighted(nn.Module):
     """A layer with two inputs, which hooks cannot serve."""
 
     def __init__(self):
         super().__init__()
-        self.form = nn.Bilinear(FEATURES, FEATURES, 1)
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, first, second):
+        return (first * second * self.weight).sum(1, keepdim=True)
+
+
+class Squared(nn.Module):
+    """A weighted sum of squares."""
+
+    def __init__(self):
+        super().__init__()
+        self.form = Weighted()
 
     def forward(self, x):
         return self.form(x, x)
@@ -421,7 +432,7 @@ def test_engine_wants_its_own_kind_of_ledger(value):
 
 def test_hooks_that_cannot_serve_are_refused_if_asked_for():
     with pytest.raises(ValueError, match=r"grad_sample_mode='hooks' cannot serve this model: .*; use 'functorch'"):
-        gathered(Squared(), make_loader(), grad_sample_mode="hooks")
+        gathered(Squared(), make_loader(), proj_dim=2, grad_sample_mode="hooks")
 
 
 # --- The result ------------------------------------------------------------------------------------------------------
@@ -533,7 +544,7 @@ def test_bfloat16_parameters_keep_their_type():
 
 def test_a_layer_that_hooks_cannot_serve_falls_back_and_says_so():
     model = Squared()
-    with pytest.warns(UserWarning, match=r"using grad_sample_mode='functorch', because layer 'form' \(Bilinear\)"):
+    with pytest.warns(UserWarning, match=r"using grad_sample_mode='functorch', because layer 'form' \(Weighted\)"):
         result = ExpMQuadEngine().make_private_expm(model, make_loader(), 1.0, 0.5, 3, **GOOD)
     assert not same(result, model)
 
