@@ -11,9 +11,13 @@ def _real(name: str, value: object, requirement: str) -> float:
     """A finite real number, as float; booleans are not numbers here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {requirement}, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be {requirement}, got {value!r}")
-    return float(value)
+    return number
 
 
 def positive(name: str, value: object) -> float:
@@ -46,6 +50,13 @@ def positive_int(name: str, value: object) -> int:
         raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}")
     if value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def seed(name: str, value: object) -> int:
+    """A non-negative integer."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(f"{name} must be a non-negative integer or None, got {value!r}")
     return int(value)
 
 

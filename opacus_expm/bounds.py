@@ -27,6 +27,7 @@ def public_bounds(
     *,
     curvature: bool,
     curvature_samples: int | None = None,
+    pad_to: int | None = None,
 ) -> tuple[float, float]:
     """The 80 % quantile of |g_i| and the median of ‖H_i‖₂ (0 without curvature) over public data.
 
@@ -36,7 +37,13 @@ def public_bounds(
     gradient_norms, curvature_norms = [], []
     for inputs, targets in pass_over:
         records = record_quadratics(
-            source, criterion, inputs, targets, curvature=curvature, curvature_samples=curvature_samples
+            source,
+            criterion,
+            inputs,
+            targets,
+            curvature=curvature,
+            curvature_samples=curvature_samples,
+            pad_to=pad_to,
         )
         gradient_norms.append(records.gradient_norms)
         curvature_norms.append(records.curvature_norms)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import DataLoader
 
-from opacus_expm import tasks
+from opacus_expm import _check, tasks
 from opacus_expm.engine import ExpMQuadEngine
 
 
@@ -18,7 +18,10 @@ def demo(epsilon: float, radius: float, proj_dim: int, seed: int) -> str:
 
     The noise is fresh in every run; ``seed`` fixes the data, the pretraining and the subspace only.
     """
-    task = tasks.sine(seed)
+    _check.positive("epsilon", epsilon)
+    _check.positive("radius", radius)
+    _check.positive_int("proj_dim", proj_dim)
+    task = tasks.sine(_check.seed("seed", seed))
     engine = ExpMQuadEngine()
     private = engine.make_private_expm(
         task.model,

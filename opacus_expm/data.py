@@ -7,11 +7,10 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 |---|---|---|
 | sequential, or shuffled without replacement | accepted | every record once |
 | ``SubsetRandomSampler``, ``Subset`` with distinct indices | accepted | every chosen record once |
-| ``DistributedSampler`` that neither pads nor drops | accepted | every record once over the ranks |
 | ``drop_last=True`` (when a batch could be dropped) | refused | without one record, a dropped one comes back |
 | with replacement, ``num_samples``, ``WeightedRandomSampler`` | refused | a record may count twice |
 | Opacus's Poisson sampling (``DPDataLoader``) | refused | a record may be missing or come back |
-| ``DistributedSampler`` that pads or drops | refused | a record may count twice, or another be re-admitted |
+| ``DistributedSampler`` with two or more replicas | refused | it pads or drops, and shards depend on the data set's size |
 | any other sampler | refused | what it visits is not known |
 | iterable data set with two or more workers | refused | each worker may yield every record |
 | ``batch_size=None`` | refused | what one record is would not be known |
@@ -127,10 +126,10 @@ def _check_sampler(sampler: Any, size: int, name: str) -> None:
                 f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice; drop repeats"
             )
     elif type(sampler) is DistributedSampler:
-        if len(sampler.dataset) % sampler.num_replicas:  # type: ignore[arg-type]
+        if sampler.num_replicas > 1:
             raise ValueError(
-                f"{name} uses DistributedSampler, whose {sampler.num_replicas} replicas do not divide the data set: it "
-                "pads by repeating records, or drops some; give each rank a Subset with distinct indices"
+                f"{name} uses DistributedSampler with {sampler.num_replicas} replicas: this process would see a part of "
+                "the data only, padded by repeated records or with some dropped; pass a loader over the whole data set"
             )
     else:
         raise ValueError(

@@ -30,6 +30,7 @@ from opacus_expm.projection import KINDS, Projection, make_projection
 from opacus_expm.sums import ClippedSums, RowSource, clipped_sums
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
+_KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 Batches = Iterator[tuple[Any, Tensor]]
 
 
@@ -113,7 +114,7 @@ class Workbench:
         ):
             if value is not None:
                 _check.positive_int(name, value)
-        seed = secrets.randbits(63) if projection_seed is None else _seed(projection_seed)
+        seed = secrets.randbits(63) if projection_seed is None else _check.seed("projection_seed", projection_seed)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
@@ -129,7 +130,14 @@ class Workbench:
         """C_g and C_H measured on public data (see ``bounds``)."""
         with exact_arithmetic():
             source, loss, stream = self._begin(public_loader, "public_loader")
-            return public_bounds(source, loss, stream, curvature=curvature, curvature_samples=self._samples)
+            return public_bounds(
+                source,
+                loss,
+                stream,
+                curvature=curvature,
+                curvature_samples=self._samples,
+                pad_to=self._piece(public_loader),
+            )
 
     def gather(
         self, loader: DataLoader[Any], *, max_grad_norm: float, max_curvature: float, nominal_size: int
@@ -147,8 +155,18 @@ class Workbench:
                 max_grad_norm=max_grad_norm,
                 max_curvature=max_curvature,
                 curvature_samples=self._samples,
+                pad_to=self._piece(loader),
             )
         return Statistics(self._module, self._layout, self._subspace, sums, nominal_size)
+
+    def _piece(self, loader: DataLoader[Any]) -> int | None:
+        """Number of records, public and the same for every piece of a pass, that the network always sees at once.
+
+        Matrix kernels round differently for different batch sizes; were a record to fall into a batch of another size
+        because another record left, its own rows could change.
+        """
+        size = self._max_physical_batch_size or loader.batch_size
+        return None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS
 
     def _begin(self, loader: DataLoader[Any], name: str) -> tuple[RowSource, Criterion, Batches]:
         """Gatherer and criterion, chosen on the first batch that is seen, and the whole stream of batches."""
@@ -176,13 +194,6 @@ def nominal_size_of(loader: DataLoader[Any], nominal_size: int | None) -> int:
     if size is None:
         raise ValueError("nominal_size must be given for an iterable data set: a public, rounded number of records")
     return size
-
-
-def _seed(projection_seed: object) -> int:
-    """A public seed."""
-    if isinstance(projection_seed, bool) or not isinstance(projection_seed, int) or projection_seed < 0:
-        raise ValueError(f"projection_seed must be a non-negative integer or None, got {projection_seed!r}")
-    return projection_seed
 
 
 def _row_source(

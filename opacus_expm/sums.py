@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from opacus_expm import _check
 from opacus_expm.criteria import Criterion
@@ -138,6 +139,7 @@ def record_quadratics(
     *,
     curvature: bool,
     curvature_samples: int | None = None,
+    pad_to: int | None = None,
 ) -> RecordQuadratics:
     """Each record's projected gradient and Gauss-Newton factor, records that are not finite set to zero.
 
@@ -147,7 +149,14 @@ def record_quadratics(
     sequences, with s = 8). A probe's H_i is as positive semi-definite as the
     exact one and clipped alike, so the privacy is the same; the signs are drawn afresh for each record, and the
     neighbouring data sets of the guarantee are compared for any fixed signs of the records that both have.
+
+    With ``pad_to``, a shorter batch is filled up with copies that are dropped again before anything is clipped.
     """
+    count = len(targets)
+    if pad_to is not None and 0 < count < pad_to:
+        fill = torch.arange(pad_to, device=targets.device) % count
+        inputs = pytree.tree_map(lambda t: t[fill.to(t.device)] if isinstance(t, Tensor) else t, inputs)
+        targets = targets[fill]
     outputs, pullback = source.outputs_and_pullback(inputs)
     gradient, factor = _at_outputs(criterion, outputs, targets)
     dtype, parallel = outputs.dtype, False
@@ -167,7 +176,7 @@ def record_quadratics(
         # J → g = Jᵀ(∇ℓ),  J → B = MᵀJ, in the basis' coordinates
         g = torch.einsum("br,brk->bk", gradient @ basis.T, rows)
         b = torch.einsum("brq,brk->bqk", basis @ factor, rows)
-    return _finite_only(g, b, parallel=parallel)
+    return _finite_only(g[:count], None if b is None else b[:count], parallel=parallel)
 
 
 def _at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,6 +236,7 @@ def clipped_sums(
     max_grad_norm: float,
     max_curvature: float,
     curvature_samples: int | None = None,
+    pad_to: int | None = None,
 ) -> ClippedSums:
     """Clip every record's quadratic and add, over one pass.
 
@@ -237,6 +247,8 @@ def clipped_sums(
         max_grad_norm: C_g > 0.
         max_curvature: C_H ≥ 0; 0 leaves the curvature out and needs one backward pass instead of m.
         curvature_samples: random probes of the curvature for each record; None computes it exactly.
+        pad_to: public number of records that the network always sees at once, so that a record's rounding does not
+            depend on how many others share its batch.
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
@@ -245,7 +257,13 @@ def clipped_sums(
     parallel = False
     for inputs, targets in pass_over:
         records = record_quadratics(
-            source, criterion, inputs, targets, curvature=max_curvature > 0, curvature_samples=curvature_samples
+            source,
+            criterion,
+            inputs,
+            targets,
+            curvature=max_curvature > 0,
+            curvature_samples=curvature_samples,
+            pad_to=pad_to,
         )
         g = records.gradients * _clip(records.gradient_norms, max_grad_norm)[:, None]
         total_g = g.sum(0) if total_g is None else total_g + g.sum(0)

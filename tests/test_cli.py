@@ -88,7 +88,7 @@ def test_seed_fixes_the_data_but_not_the_noise(capsys):
         (["--proj-dim", "0"], "proj_dim must be a positive integer, got 0"),
         (["--proj-dim", "7"], "proj_dim must be at most the number of trainable parameters, 6, got 7"),
         (["--proj-dim", "2.5"], "argument --proj-dim: invalid int value: '2.5'"),
-        (["--seed", "-1"], "projection_seed must be a non-negative integer or None, got -1"),
+        (["--seed", "-1"], "seed must be a non-negative integer or None, got -1"),
         (["--delta", "1"], "unrecognized arguments: --delta 1"),
     ],
 )

@@ -76,6 +76,13 @@ class Grid:
         assert math.isclose(total.sum(), 1.0, abs_tol=1e-11)
         return total
 
+    def power(self, masses, n):
+        """Masses of the sum of n."""
+        if n == 1:
+            return masses
+        half = self.power(masses, n // 2)
+        return self.composed(half, half, masses) if n % 2 else self.composed(half, half)
+
     def epsilon(self, masses, delta):
         """Least ε at which the composed loss allows δ."""
 
@@ -277,6 +284,15 @@ def test_numerical_composition_of_equal_releases(n, epsilon, delta):
     assert self_composed_delta(epsilon, n, found - WITHIN) > delta
 
 
+@pytest.mark.parametrize(("epsilon", "n", "delta"), [(0.5, 300, 1e-6), (1.0, 300, 1e-6), (1.0, 100, 1e-2)])
+def test_numerical_composition_of_many_releases(epsilon, n, delta):
+    """The pair's tails are longer than those of any one release that it dominates: the domain must hold them."""
+    grid = Grid(250.0, 4e-3)
+    true = grid.epsilon(grid.power(grid.masses(bounded_range_law(epsilon)), n), delta)
+    found = composition._prv_epsilon(copies(n, epsilon), [], delta)
+    assert true < found < true + 2e-2
+
+
 @pytest.mark.parametrize("ranges", [(0.3, 1.0), (0.2, 0.2, 1.5), (0.05, 0.4, 0.8)])
 @pytest.mark.parametrize("delta", [1e-7, 1e-3])
 def test_numerical_composition_of_unequal_releases(ranges, delta):
@@ -446,6 +462,14 @@ def test_one_step_more_costs_no_less(delta):
     assert total_epsilon([Event(0.01)], runs[1], delta).epsilon >= totals[1]
 
 
+def test_totals_beyond_floating_point_are_quiet():
+    """Where e^ε overflows the numerical composition cannot serve; others do, and nobody is warned."""
+    for events, steps in ((copies(2, 400.0), []), (copies(2, 1e4, 50.0), []), ([Event(1.0)], [(0.02, 0.5, 2)])):
+        total = total_epsilon(events, steps, 1e-6)
+        assert 700 < total.epsilon < math.inf
+        assert total.method != "prv"
+
+
 # --- Side by side with other libraries ------------------------------------------------------------------------------
 
 
@@ -491,10 +515,8 @@ def test_one_release_and_a_hundred_steps():
     assert alone.epsilon + 1.0 == pytest.approx(4.51, abs=1e-2)
     assert composition._rdp_epsilon(events, steps, delta) == pytest.approx(4.51, abs=1e-2)
     grid = Grid(30.0, 5e-4)
-    step = grid.masses(subsampled_law(1.0, 0.05, added=False))
-    four = grid.composed(*[step] * 4)
-    twenty = grid.composed(*[four] * 5)
-    true = grid.epsilon(grid.composed(*[twenty] * 5, grid.masses(bounded_range_law(1.0))), delta)
+    hundred = grid.power(grid.masses(subsampled_law(1.0, 0.05, added=False)), 100)
+    true = grid.epsilon(grid.composed(hundred, grid.masses(bounded_range_law(1.0))), delta)
     assert true < total.epsilon < true + WITHIN
 
 
@@ -614,7 +636,7 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
         assert renyi[0].admits(renyi[1], [])
         assert not gaussian[0].admits(gaussian[1], [])
     with monkeypatch.context() as patch:
-        patch.setattr(composition, "_rdp", lambda event, order: math.inf)
+        patch.setattr(composition, "_rdp", lambda *arguments: math.inf)
         assert pure[0].admits(pure[1], [])
         assert not renyi[0].admits(renyi[1], [])
         assert gaussian[0].admits(gaussian[1], [])
@@ -687,5 +709,6 @@ def test_filters_stop_in_time(epsilon, delta, epsilon_range, mu):
             n * epsilon_range,
             composition._rdp_epsilon(copies(n, epsilon_range, mu), [], delta),
             curves.gaussian_epsilon(math.sqrt(n) * mu, delta),
+            curves.bounded_range_epsilon(epsilon_range, delta) if n == 1 else math.inf,
         )
         assert cheapest <= epsilon * (1 + 1e-12)

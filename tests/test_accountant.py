@@ -1,0 +1,933 @@
+"""The ledger in memory: what it accepts, what it refuses, and that it agrees with calibration and with Opacus."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pickle
+import warnings
+
+import opacus
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant, create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Release, composition, curves
+from opacus_expm.accountant import PlannedEvent
+from opacus_expm.calibration import calibrate
+from opacus_expm.sums import Sensitivity
+
+FACTS = {
+    "epsilon_range": 1.0,
+    "mu": 0.25,
+    "adjacency": "add_remove",
+    "epsilon": 1.0,
+    "delta": 0.0,
+    "calibration": "range",
+    "radius": 0.5,
+    "regularization": 2.0,
+    "nominal_size": 40,
+    "max_grad_norm": 1.0,
+    "max_curvature": 1.5,
+    "projection": "stiefel",
+    "proj_dim": 5,
+    "seed": 11,
+    "sampler": "exact",
+    "failure_probability": 0.0,
+}
+
+
+def release(epsilon=1.0, **changes):
+    """A pure release."""
+    return Release(**(FACTS | {"epsilon_range": epsilon, "epsilon": epsilon, "mu": math.inf} | changes))
+
+
+def held(accountant):
+    """Everything a ledger holds, by value."""
+    return copy.deepcopy((accountant.releases, accountant.history))
+
+
+# --- One release -----------------------------------------------------------------------------------------------------
+
+BAD = {
+    "epsilon_range": [0.0, -1.0, math.nan, math.inf, True, "1", None, 1j, 10**400],
+    "mu": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
+    "adjacency": ["bounded", "", None, 3],
+    "failure_probability": [-1e-9, 1.0, math.nan, "0", None, False],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(f, v) for f, values in BAD.items() for v in values], ids=lambda v: str(v)[:9]
+)
+def test_a_release_has_a_cost(field, value):
+    with pytest.raises((TypeError, ValueError), match=field):
+        Release(**(FACTS | {field: value}))
+
+
+IMPOSSIBLE = {
+    "epsilon": [0.0, math.nan, "1"],
+    "delta": [-0.1, 1.0, None],
+    "radius": [0.0, math.inf, "1"],
+    "regularization": [-1.0, math.nan],
+    "nominal_size": [0, 1.5],
+    "max_grad_norm": [0.0, -1.0],
+    "max_curvature": [-1.0, math.inf],
+    "proj_dim": [0, "5"],
+    "calibration": [None, 3],
+    "projection": [None, 3],
+    "sampler": [None, 3],
+    "seed": [-1, "0", 0.5],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in IMPOSSIBLE.items() for v in values])
+def test_facts_that_no_release_can_have_are_refused(field, value):
+    """A ledger is read by people: what it says about a release must at least be possible."""
+    with pytest.raises(ValueError, match=field):
+        Release.from_dict(FACTS | {field: value})
+
+
+def test_a_release_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        release().epsilon_range = 0.1
+
+
+@given(
+    st.floats(1e-9, 1e9),
+    st.one_of(st.just(math.inf), st.floats(1e-9, 1e9)),
+    st.sampled_from(["add_remove", "replace_one"]),
+    st.floats(0, 0.99),
+    st.one_of(st.none(), st.integers(0, 2**63)),
+)
+def test_dictionaries_round_trip(epsilon_range, mu, adjacency, failure, seed):
+    there = release(epsilon_range, mu=mu, adjacency=adjacency, failure_probability=failure, seed=seed)
+    facts = there.to_dict()
+    assert set(facts) == {f.name for f in dataclasses.fields(Release)} == set(FACTS)
+    assert Release.from_dict(facts) == there
+    assert Release.from_dict(json.loads(json.dumps(facts, allow_nan=False))) == there
+    assert (facts["mu"] is None) == math.isinf(mu)
+
+
+@pytest.mark.parametrize("field", FACTS)
+def test_dictionaries_with_too_little_are_refused(field):
+    with pytest.raises(ValueError, match="exactly the fields"):
+        Release.from_dict({name: value for name, value in FACTS.items() if name != field})
+
+
+@pytest.mark.parametrize(
+    "facts", [FACTS | {"gradient": [1.0]}, {}, None, [], "release", 3, [("epsilon", 1.0)]], ids=str
+)
+def test_dictionaries_with_anything_else_are_refused(facts):
+    with pytest.raises(ValueError, match="exactly the fields"):
+        Release.from_dict(facts)
+
+
+# --- Charging --------------------------------------------------------------------------------------------------------
+
+
+def test_recording_and_counting():
+    accountant = ExpMAccountant()
+    assert (len(accountant), accountant.get_epsilon()) == (0, 0.0)
+    accountant.record(release(0.25))
+    accountant.record(release(0.5))
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert len(accountant) == 3
+    assert repr(accountant) == "ExpMAccountant(releases=2, dp_sgd_steps=1)"
+    assert accountant.releases == [release(0.25), release(0.5)]
+
+
+def test_checking_changes_nothing():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    accountant.check(release(1.0))
+    with pytest.raises(BudgetExceeded):
+        accountant.check(release(2.0))
+    assert len(accountant) == 0
+
+
+@pytest.mark.parametrize("value", [None, 1.0, FACTS, PlannedEvent(1.0)], ids=["none", "number", "dictionary", "plan"])
+def test_only_releases_are_recorded(value):
+    accountant = ExpMAccountant()
+    with pytest.raises(TypeError, match="must be a Release"):
+        accountant.record(value)
+    assert len(accountant) == 0
+
+
+@pytest.mark.parametrize("first", ["add_remove", "replace_one"])
+def test_adjacencies_are_not_mixed(first):
+    other = {"add_remove": "replace_one", "replace_one": "add_remove"}[first]
+    accountant = ExpMAccountant()
+    accountant.record(release(adjacency=first))
+    accountant.record(release(adjacency=first))
+    for refused in (accountant.record, accountant.check):
+        with pytest.raises(ValueError, match=f"'{other}' cannot be added to a ledger that counts '{first}'"):
+            refused(release(adjacency=other))
+    assert len(accountant) == 2
+
+
+def test_steps_count_added_and_removed_records():
+    accountant = ExpMAccountant()
+    accountant.record(release(adjacency="replace_one"))
+    with pytest.raises(ValueError, match="do not compose"):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert accountant.history == []
+    accountant = ExpMAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(ValueError, match="do not compose"):
+        accountant.record(release(adjacency="replace_one"))
+    assert accountant.releases == []
+
+
+def test_equal_steps_are_merged_and_unequal_ones_kept():
+    accountant, theirs = ExpMAccountant(), RDPAccountant()
+    for noise_multiplier, sample_rate in [(1.0, 0.1)] * 3 + [(2.0, 0.1)] * 2 + [(2.0, 0.2), (1.0, 0.1)]:
+        for one in (accountant, theirs):
+            one.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    assert accountant.history == theirs.history == [(1.0, 0.1, 3), (2.0, 0.1, 2), (2.0, 0.2, 1), (1.0, 0.1, 1)]
+    assert len(accountant) == 7
+
+
+@pytest.mark.parametrize("delta", [-1e-9, 1.0, math.nan, "0", None, True])
+def test_delta_is_checked(delta):
+    with pytest.raises((TypeError, ValueError), match="delta"):
+        ExpMAccountant().get_epsilon(delta)
+
+
+def test_the_method_is_told_on_request():
+    accountant = ExpMAccountant()
+    assert accountant.get_epsilon(1e-5, return_method=True) == (0.0, "nothing released")
+    accountant.record(release(2.0))
+    assert accountant.get_epsilon(0.0, return_method=True) == (2.0, "pure")
+    assert accountant.get_epsilon(1e-5, return_method=True) == (curves.bounded_range_epsilon(2.0, 1e-5), "exact")
+    assert accountant.get_epsilon(1e-5) == curves.bounded_range_epsilon(2.0, 1e-5)
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert accountant.get_epsilon(0.0, return_method=True)[0] == math.inf
+
+
+# --- Calibrate, then account -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    st.floats(0.01, 20.0),
+    st.one_of(st.just(0.0), st.floats(1e-10, 1e-2)),
+    st.floats(1e-3, 1e3),
+    st.floats(0.0, 1e3),
+    st.booleans(),
+    st.sampled_from(["add_remove", "replace_one"]),
+    st.floats(1e-3, 10.0),
+    st.one_of(st.just(0.0), st.floats(1e-4, 10.0)),
+    st.integers(1, 10**6),
+)
+def test_what_was_asked_for_is_what_is_spent(
+    epsilon, delta, gradient, curvature, parallel, adjacency, radius, ridge, size
+):
+    sensitivity = Sensitivity(gradient, curvature, parallel, adjacency)
+    calibrated = calibrate(
+        sensitivity, epsilon=epsilon, delta=delta, radius=radius, regularization=ridge, nominal_size=size
+    )
+    accountant = ExpMAccountant(budget=(epsilon, delta))
+    accountant.record(
+        release(
+            epsilon,
+            epsilon_range=calibrated.epsilon_range,
+            mu=calibrated.mu,
+            adjacency=adjacency,
+            delta=delta,
+            calibration=calibrated.method,
+            radius=radius,
+            regularization=ridge,
+            nominal_size=size,
+            max_grad_norm=gradient,
+            max_curvature=curvature,
+        )
+    )
+    spent = accountant.get_epsilon(delta)
+    assert spent <= epsilon
+    assert spent == pytest.approx(epsilon, rel=1e-9)
+
+
+# --- Opacus's contract -----------------------------------------------------------------------------------------------
+
+
+def test_opacus_creates_it():
+    accountant = create_accountant("expm")
+    assert isinstance(accountant, ExpMAccountant)
+    assert ExpMAccountant.mechanism() == accountant.mechanism() == "expm"
+
+
+@pytest.mark.parametrize(("target", "delta", "rate", "steps"), [(2.0, 1e-5, 0.1, 20), (0.5, 1e-6, 1.0, 5)])
+def test_noise_multiplier_reaches_the_target_on_the_private_side(target, delta, rate, steps):
+    options = {"target_epsilon": target, "target_delta": delta, "sample_rate": rate, "steps": steps}
+    noise_multiplier = get_noise_multiplier(accountant="expm", epsilon_tolerance=0.02, **options)
+    accountant = ExpMAccountant()
+    accountant.history = [(noise_multiplier, rate, steps)]
+    assert target - 0.02 <= accountant.get_epsilon(delta) <= target
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the largest order
+        theirs = get_noise_multiplier(accountant="rdp", epsilon_tolerance=0.02, **options)
+    # The least of the bounds needs no more noise than one of them.
+    assert noise_multiplier <= theirs * 1.01
+
+
+def test_the_hook_charges_a_step():
+    class Optimizer:
+        noise_multiplier = 1.5
+        accumulated_iterations = 2
+
+    accountant = ExpMAccountant()
+    hook = accountant.get_optimizer_hook_fn(sample_rate=0.125)
+    hook(Optimizer)
+    hook(Optimizer)
+    assert accountant.history == [(1.5, 0.25, 2)]
+
+
+# --- Saved states ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy():
+    """A ledger with both kinds of events."""
+    accountant = ExpMAccountant()
+    accountant.record(release(0.5))
+    accountant.record(release(3.0, mu=0.2, delta=1e-6))
+    for _ in range(3):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    return accountant
+
+
+def test_states_round_trip(busy):
+    state = busy.state_dict()
+    assert set(state) == {"history", "mechanism", "releases"}
+    assert state["mechanism"] == "expm"
+    there = ExpMAccountant()
+    there.load_state_dict(state)
+    assert held(there) == held(busy)
+    assert there.get_epsilon(1e-5) == busy.get_epsilon(1e-5)
+    # As plain text too, where tuples become lists.
+    again = ExpMAccountant()
+    again.load_state_dict(json.loads(json.dumps(state, allow_nan=False)))
+    assert held(again) == held(busy)
+
+
+def test_states_are_copies(busy):
+    before = held(busy)
+    state = busy.state_dict()
+    there = ExpMAccountant()
+    there.load_state_dict(state)
+    state["history"].clear()
+    state["releases"][0]["epsilon_range"] = 1e-9
+    state["releases"].clear()
+    assert held(busy) == held(there) == before
+
+
+def test_states_fill_what_is_given(busy):
+    destination = {"mine": 1}
+    assert busy.state_dict(destination) is destination
+    assert set(destination) == {"mine", "history", "mechanism", "releases"}
+
+
+def test_loading_replaces(busy):
+    there = ExpMAccountant()
+    there.record(release(7.0))
+    there.load_state_dict(busy.state_dict())
+    assert held(there) == held(busy)
+
+
+@pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
+def test_states_of_others_are_refused(busy, mechanism):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Gaussian accountant advises against itself
+        other = create_accountant(mechanism)
+    other.step(noise_multiplier=1.0, sample_rate=0.1)
+    before = held(busy)
+    with pytest.raises(ValueError, match=mechanism):
+        busy.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="expm"):
+        other.load_state_dict(busy.state_dict())
+    assert held(busy) == before
+
+
+GOOD_STATE = {
+    "mechanism": "expm",
+    "history": [[1.0, 0.1, 3], [2.0, 0.5, 1]],
+    "releases": [release(0.5).to_dict(), release(2.0, mu=0.5).to_dict()],
+}
+
+
+@pytest.mark.parametrize("missing", GOOD_STATE)
+def test_states_with_a_part_missing_are_refused(busy, missing):
+    """Without its releases a state would load as a ledger that spent less."""
+    before = held(busy)
+    with pytest.raises(ValueError, match=missing):
+        busy.load_state_dict({key: value for key, value in GOOD_STATE.items() if key != missing})
+    assert held(busy) == before
+
+
+def test_states_that_mix_adjacencies_are_refused(busy):
+    before = held(busy)
+    replaced = release(adjacency="replace_one").to_dict()
+    for mixed in (
+        {**GOOD_STATE, "releases": [replaced]},
+        {**GOOD_STATE, "history": [], "releases": [release().to_dict(), replaced]},
+    ):
+        with pytest.raises(ValueError, match="replace_one"):
+            busy.load_state_dict(mixed)
+        assert held(busy) == before
+    busy.load_state_dict({**GOOD_STATE, "history": [], "releases": [replaced]})
+    assert [r.adjacency for r in busy.releases] == ["replace_one"]
+
+
+JUNK = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([10**400, -(10**400), 2**1024]),
+        st.floats(),
+        st.text(max_size=3),
+        st.binary(max_size=3),
+        st.complex_numbers(),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner, inner),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    """Paths to everything inside a state."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def replaced(state, path, junk):
+    """A copy of the state with junk at the path."""
+    if not path:
+        return junk
+    changed = copy.deepcopy(state)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = junk
+    return changed
+
+
+PLACES = list(places(GOOD_STATE))
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(PLACES), JUNK)
+def test_malformed_states_are_refused_and_change_nothing(path, junk):
+    """Junk anywhere in a state: a ValueError and the old ledger, or, if the junk happens to be possible, a sound one."""
+    accountant = ExpMAccountant()
+    accountant.record(release(0.125))
+    accountant.step(noise_multiplier=4.0, sample_rate=0.25)
+    before = held(accountant)
+    try:
+        accountant.load_state_dict(replaced(GOOD_STATE, path, junk))
+    except ValueError:
+        assert held(accountant) == before
+        return
+    assert all(isinstance(r, Release) and 0 < r.epsilon_range < math.inf and r.mu > 0 for r in accountant.releases)
+    assert all(s > 0 and 0 < q <= 1 and n >= 1 and type(n) is int for s, q, n in accountant.history)
+    again = ExpMAccountant()
+    again.load_state_dict(accountant.state_dict())
+    assert held(again) == held(accountant)
+
+
+@pytest.mark.parametrize("path", PLACES, ids=lambda path: "/".join(map(str, path)) or "all")
+def test_a_hole_anywhere_in_a_state_is_refused(path):
+    """Nothing, where something was; only a μ (there is none) and a seed (nothing random) may be absent."""
+    accountant = ExpMAccountant()
+    if path and path[-1] in ("mu", "seed"):
+        accountant.load_state_dict(replaced(GOOD_STATE, path, None))
+        assert len(accountant.releases) == 2
+        return
+    with pytest.raises(ValueError, match=r"\w"):
+        accountant.load_state_dict(replaced(GOOD_STATE, path, None))
+    assert len(accountant) == 0
+
+
+# --- Budgets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1.0, (1.0,), (1.0, 0.0, 0.0), [1.0, 0.0], "12"])
+def test_a_budget_is_a_pair(budget):
+    with pytest.raises(TypeError, match="budget must be a pair"):
+        ExpMAccountant(budget=budget)
+
+
+@pytest.mark.parametrize(
+    "budget", [(0.0, 0.0), (-1.0, 0.0), (math.inf, 0.0), (1.0, 1.0), (1.0, -0.1), (math.nan, 0.0), ("1", 0)]
+)
+def test_a_budget_is_possible(budget):
+    with pytest.raises((TypeError, ValueError), match="budget"):
+        ExpMAccountant(budget=budget)
+
+
+def test_no_budget_no_limit():
+    accountant = ExpMAccountant()
+    accountant.record(release(1e6))
+    assert accountant.remaining() == math.inf
+
+
+def test_a_release_beyond_the_budget_is_refused_before_it_is_charged():
+    accountant = ExpMAccountant(budget=(2.0, 0.0))
+    accountant.record(release(1.5))
+    assert accountant.remaining() == 0.5
+    with pytest.raises(BudgetExceeded, match=r"epsilon=1\b.*epsilon=2\b.*epsilon=0\.5 still fits") as refused:
+        accountant.record(release(1.0))
+    assert isinstance(refused.value, ValueError)
+    assert accountant.releases == [release(1.5)]
+    accountant.record(release(0.5))
+    assert accountant.remaining() == 0.0
+    assert accountant.get_epsilon() == 2.0
+    with pytest.raises(BudgetExceeded, match="epsilon=0 still fits"):
+        accountant.record(release(1e-6))
+
+
+def test_steps_beyond_the_budget_are_refused_before_they_are_charged():
+    accountant = ExpMAccountant(budget=(4.0, 1e-5))
+    taken = max(n for n in range(1, 50) if accountant.budget.admits([], [(1.0, 0.2, n)]))
+    for _ in range(taken):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.2)
+    with pytest.raises(BudgetExceeded, match=r"DP-SGD step would exceed the budget .*epsilon=4\b.*1e-05"):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.2)
+    assert accountant.history == [(1.0, 0.2, taken)]
+    assert accountant.get_epsilon(1e-5) <= 4.0
+    # A quieter step still fits.
+    accountant.step(noise_multiplier=50.0, sample_rate=0.2)
+    assert accountant.history == [(1.0, 0.2, taken), (50.0, 0.2, 1)]
+
+
+def test_steps_have_no_pure_budget():
+    accountant = ExpMAccountant(budget=(100.0, 0.0))
+    with pytest.raises(BudgetExceeded):
+        accountant.step(noise_multiplier=100.0, sample_rate=0.01)
+    assert len(accountant) == 0
+
+
+SPENT = st.lists(st.tuples(st.floats(0.01, 0.5), st.one_of(st.just(math.inf), st.floats(0.02, 0.5))), max_size=12)
+
+
+@given(st.floats(0.3, 5.0), st.sampled_from([0.0, 1e-8, 1e-5, 1e-3]), SPENT, st.integers(0, 5))
+def test_what_remains_can_be_spent_and_no_more(epsilon, delta, spent, steps):
+    accountant = ExpMAccountant(budget=(epsilon, delta))
+    for epsilon_range, mu in spent:
+        with_release = release(epsilon_range, mu=mu)
+        if accountant.budget.admits([*accountant.releases, with_release], accountant.history):
+            accountant.record(with_release)
+    if delta > 0 and accountant.budget.admits(accountant.releases, [(2.0, 0.1, steps + 1)]):
+        accountant.history = [(2.0, 0.1, steps + 1)]
+    remains = accountant.remaining()
+    assert remains == float(f"{remains:.6g}")
+    with pytest.raises(BudgetExceeded):
+        accountant.record(release(max(remains * 1.001, 1e-9 * epsilon)))
+    if remains > 0:
+        accountant.record(release(remains))
+        assert accountant.get_epsilon(0.0) == math.inf or accountant.releases[-1].epsilon == remains
+        assert composition.total_epsilon(accountant.releases, accountant.history, 0.0).epsilon > 0
+
+
+def test_what_remains_is_rounded_down():
+    """A budget under which 0.25·(1 − 5e-10) passes, by a Rényi order, and 0.25 does not."""
+    delta, most = 1e-6, 0.25 * (1 - 5e-10)
+    events = [release(0.25)] * 40
+    share = delta / (len(composition._FILTER_ORDERS) + 1)
+
+    def converted(last):
+        return min(
+            40 * curves.bounded_range_rdp(0.25, a)
+            + curves.bounded_range_rdp(last, a)
+            + math.log(1 / (a * share)) / (a - 1)
+            + math.log1p(-1 / a)
+            for a in composition._FILTER_ORDERS
+        )
+
+    accountant = ExpMAccountant(budget=(converted(most) * (1 + 1e-14), delta))
+    accountant.releases = list(events)
+    assert accountant.budget.admits([*events, release(most)], [])
+    assert not accountant.budget.admits([*events, release(0.25)], [])
+    assert accountant.remaining() == 0.249999
+    accountant.record(release(accountant.remaining()))
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-2])
+def test_a_first_release_may_use_delta(delta):
+    """Its own curve decides, so that a single release calibrated to the budget passes; nothing passes after it."""
+    accountant = ExpMAccountant(budget=(1.0, delta))
+    wide = curves.bounded_range_for(1.0, delta)
+    accountant.check(release(wide))
+    with pytest.raises(BudgetExceeded):
+        accountant.check(release(wide * (1 + 1e-6)))
+    assert accountant.remaining() == pytest.approx(wide, rel=1e-5)
+    accountant.record(release(wide))
+    assert accountant.get_epsilon(delta) <= 1.0
+    assert accountant.remaining() == 0.0
+
+
+# --- One ledger for Opacus and ExpM ----------------------------------------------------------------------------------
+
+FEATURES, RECORDS = 3, 40
+
+
+def make_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def make_loader():
+    x = torch.randn(RECORDS, FEATURES, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection_seed": 0}
+
+
+def train(accountant, noise_multiplier, epochs):
+    """Opacus's training on a given ledger; yields the parameters after each step."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # Opacus's own
+        torch.manual_seed(0)
+        privacy = opacus.PrivacyEngine(accountant="expm")
+        privacy.accountant = accountant
+        model = make_model()
+        module, optimizer, loader = privacy.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=make_loader(),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=1.0,
+        )
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(module(x), y).backward()
+                try:
+                    optimizer.step()
+                finally:
+                    yield flat(module)
+
+
+def test_training_and_a_release_share_one_total():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Opacus's own
+        accountant = opacus.PrivacyEngine(accountant="expm").accountant
+    assert isinstance(accountant, ExpMAccountant)
+    steps = len(list(train(accountant, noise_multiplier=1.0, epochs=1)))
+    assert accountant.history == [(1.0, 1 / 5, steps)]
+    trained = accountant.get_epsilon(1e-5)
+    engine = ExpMQuadEngine(accountant=accountant)
+    engine.make_private_expm(make_model(), make_loader(), 1.0, 0.5, 4, **GOOD)
+    alone = curves.bounded_range_epsilon(1.0, 1e-5)
+    together = accountant.get_epsilon(1e-5)
+    assert engine.get_epsilon(1e-5) == together
+    assert max(trained, alone) < together <= trained + 1.0
+    assert len(accountant) == steps + 1
+
+
+def test_a_budget_stops_training_before_the_parameters_move():
+    accountant, seen = ExpMAccountant(budget=(4.0, 1e-5)), [flat(make_model())]
+    with pytest.raises(BudgetExceeded, match="DP-SGD step"):
+        seen.extend(train(accountant, noise_multiplier=2.0, epochs=40))
+    taken = accountant.history[0][2]
+    assert taken > 1
+    assert accountant.history == [(2.0, 1 / 5, taken)]
+    assert len(seen) == taken + 2  # the start, every step, and the one that was refused
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+    assert moved == [True] * taken + [False]
+    assert accountant.get_epsilon(1e-5) <= 4.0
+
+
+class Untouchable(Dataset):
+    """Private records that must not be read."""
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, index):
+        raise AssertionError("the private data was touched")
+
+
+REFUSED = {
+    "pure": ((2.0, 0.0), 1.0, {"epsilon": 1.5}),
+    "alone": ((2.0, 0.0), None, {"epsilon": 2.1}),
+    "delta": ((2.0, 1e-6), 1.0, {"epsilon": 1.9, "delta": 1e-6}),
+    "gaussian": ((1.0, 1e-6), 0.5, {"epsilon": 1.0, "delta": 1e-6, "regularization": 100.0}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_budget_is_refused_before_the_data_is_touched(name):
+    budget, spent, asked = REFUSED[name]
+    engine = ExpMQuadEngine(budget=budget)
+    if spent is not None:
+        engine.accountant.record(release(spent))
+    before, remains = held(engine.accountant), engine.remaining()
+    with pytest.raises(BudgetExceeded, match=f"epsilon={remains:g} still fits"):
+        engine.make_private_expm(
+            make_model(), DataLoader(Untouchable(), batch_size=8), radius=0.5, proj_dim=4, **asked, **GOOD
+        )
+    assert held(engine.accountant) == before
+
+
+def test_the_papers_calibration_is_charged_what_it_costs():
+    """Half of what it asks for, or less; a budget below that refuses it, and nothing is charged."""
+    engine = ExpMQuadEngine(budget=(2.0, 0.0))
+    asked = {"radius": 0.5, "proj_dim": 4, "calibration": "paper", **GOOD}
+    with pytest.raises(BudgetExceeded, match="epsilon=2 still fits"):
+        engine.make_private_expm(make_model(), make_loader(), 10.0, **asked)
+    assert len(engine.accountant) == 0
+    engine.make_private_expm(make_model(), make_loader(), 4.0, **asked)
+    assert 0 < engine.get_epsilon() <= 2.0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"epsilon": 1.0},
+        {"epsilon": 1.0, "delta": 1e-6},
+        {"epsilon": 1.0, "delta": 1e-6, "regularization": 100.0},
+        {"epsilon": 2.0, "calibration": "paper"},
+    ],
+    ids=str,
+)
+def test_a_budget_of_what_is_asked_for_is_enough(asked):
+    engine = ExpMQuadEngine(budget=(1.0, asked.get("delta", 0.0)))
+    engine.make_private_expm(make_model(), make_loader(), radius=0.5, proj_dim=4, **asked, **GOOD)
+    assert len(engine.accountant) == 1
+    with pytest.raises(BudgetExceeded):
+        engine.make_private_expm(
+            make_model(), DataLoader(Untouchable(), batch_size=8), radius=0.5, proj_dim=4, epsilon=1.0, **GOOD
+        )
+    assert len(engine.accountant) == 1
+
+
+# --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine():
+    used = ExpMQuadEngine()
+    used.private = used.make_private_expm(make_model(), make_loader(), 1.0, 0.5, 4, **GOOD)
+    return used
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "checkpoint.pt"
+
+
+def refused(path, match=None):
+    """Loading fails with a ValueError, and neither the module nor the ledger has changed."""
+    other, module = ExpMQuadEngine(), make_model()
+    other.accountant.record(release(7.0))
+    before, ledger = flat(module), held(other.accountant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about protocols
+        with pytest.raises(ValueError, match=match):
+            other.load_checkpoint(path=path, module=module)
+    assert torch.equal(flat(module), before)
+    assert held(other.accountant) == ledger
+
+
+def test_checkpoints_round_trip(engine, path):
+    engine.save_checkpoint(path=path, module=engine.private, checkpoint_dict={"epoch": 3})
+    there, module = ExpMQuadEngine(), make_model()
+    assert not torch.equal(flat(module), flat(engine.private))
+    assert there.load_checkpoint(path=path, module=module) == {"epoch": 3}
+    assert torch.equal(flat(module), flat(engine.private))
+    assert held(there.accountant) == held(engine.accountant)
+    assert there.get_epsilon() == 1.0
+
+
+def test_checkpoints_hold_no_statistics(engine, path):
+    """Weights under the module's own names, and the ledger's public facts; nothing else."""
+    engine.save_checkpoint(path=path, module=engine.private)
+    content = torch.load(path, weights_only=True)
+    assert set(content) == {"module_state_dict", "privacy_accountant_state_dict"}
+    assert set(content["module_state_dict"]) == set(make_model().state_dict())
+    assert {k: v.shape for k, v in content["module_state_dict"].items()} == {
+        k: v.shape for k, v in make_model().state_dict().items()
+    }
+    ledger = content["privacy_accountant_state_dict"]
+    assert set(ledger) == {"history", "mechanism", "releases"}
+    assert [set(facts) for facts in ledger["releases"]] == [set(FACTS)]
+    assert all(value is None or isinstance(value, int | float | str) for value in ledger["releases"][0].values())
+
+
+def test_statistics_are_not_saved_even_on_request(engine, path):
+    statistics = engine.gather(make_model(), make_loader(), 4, **GOOD)
+    with pytest.raises(TypeError, match="not pickled"):
+        engine.save_checkpoint(path=path, module=engine.private, checkpoint_dict={"statistics": statistics})
+
+
+def test_the_users_entries_cannot_replace_the_ledger(engine, path):
+    forged = {"privacy_accountant_state_dict": ExpMAccountant().state_dict()}
+    engine.save_checkpoint(path=path, module=engine.private, checkpoint_dict=forged)
+    there = ExpMQuadEngine()
+    there.load_checkpoint(path=path, module=make_model())
+    assert there.get_epsilon() == 1.0
+
+
+@pytest.mark.parametrize("module", [None, {}, "model"])
+def test_checkpoints_are_of_modules(engine, path, module):
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
+            call(path=path, module=module)
+    assert not path.exists()
+
+
+class Payload:
+    """Code that runs when it is unpickled: makes a directory."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def test_code_in_a_file_is_not_run(engine, path, tmp_path):
+    marker = tmp_path / "ran"
+    good = {
+        "module_state_dict": engine.private.state_dict(),
+        "privacy_accountant_state_dict": engine.accountant.state_dict(),
+    }
+    for content in (good | {"extra": Payload(marker)}, good | {"module_state_dict": Payload(marker)}, Payload(marker)):
+        torch.save(content, path)
+        refused(path, "cannot be loaded safely|not a checkpoint")
+        assert not marker.exists()
+        path.write_bytes(pickle.dumps(content, protocol=2))
+        refused(path)
+        assert not marker.exists()
+    # The payload is a live one.
+    pickle.loads(path.read_bytes())
+    assert marker.exists()
+
+
+def test_truncated_files_are_refused(engine, path):
+    engine.save_checkpoint(path=path, module=engine.private)
+    whole = path.read_bytes()
+    for cut in [*range(0, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:cut])
+        refused(path)
+
+
+FOREIGN = {
+    "text": b"dear diary\n",
+    "json": b'{"module_state_dict": {}}',
+    "zeros": bytes(100),
+    "zip": b"PK\x03\x04" + bytes(100),
+    "pickle of a list": pickle.dumps([1, 2], protocol=2),
+    "pickle, newest": pickle.dumps({"a": 1}, protocol=5),
+    "opcodes": b"\x80\x02}q\x00(X\x01\x00",
+    "unknown opcode": b"\x80\x02\xff.",
+    "not unicode": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
+    "stack underflow": b"\x80\x02R.",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_bytes_are_refused(path, name):
+    path.write_bytes(FOREIGN[name])
+    refused(path)
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=40), st.sampled_from([b"", b"\x80\x02", b"\x80\x02}(", b"PK\x03\x04"]))
+def test_any_bytes_are_refused(tmp_path_factory, content, start):
+    path = tmp_path_factory.getbasetemp() / "any.pt"
+    path.write_bytes(start + content)
+    refused(path)
+
+
+def test_other_checkpoints_are_refused(engine, path):
+    state, ledger = engine.private.state_dict(), engine.accountant.state_dict()
+    elsewhere = RDPAccountant()
+    elsewhere.step(noise_multiplier=1.0, sample_rate=0.1)
+    for content in (
+        state,
+        torch.ones(3),
+        [state, ledger],
+        {"module_state_dict": state},
+        {"privacy_accountant_state_dict": ledger},
+        {"module_state_dict": None, "privacy_accountant_state_dict": ledger},
+        {"module_state_dict": state, "privacy_accountant_state_dict": []},
+    ):
+        torch.save(content, path)
+        refused(path, "needs module_state_dict and privacy_accountant_state_dict")
+    torch.save({"module_state_dict": state, "privacy_accountant_state_dict": elsewhere.state_dict()}, path)
+    refused(path, "rdp")
+
+
+BROKEN_LEDGERS = {
+    "nothing": {},
+    "no releases": {"mechanism": "expm", "history": []},
+    "number": {"mechanism": "expm", "history": [], "releases": 5},
+    "history of text": {"mechanism": "expm", "history": [("a", "b", "c")], "releases": []},
+    "history of nothing": {"mechanism": "expm", "history": None, "releases": []},
+    "free release": {"mechanism": "expm", "history": [], "releases": [FACTS | {"epsilon_range": 0.0}]},
+    "huge release": {"mechanism": "expm", "history": [], "releases": [FACTS | {"epsilon_range": 10**400}]},
+    "huge noise": {"mechanism": "expm", "history": [(10**400, 0.1, 1)], "releases": []},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LEDGERS)
+def test_a_broken_ledger_leaves_the_module_alone(engine, path, name):
+    torch.save(
+        {"module_state_dict": engine.private.state_dict(), "privacy_accountant_state_dict": BROKEN_LEDGERS[name]}, path
+    )
+    refused(path)
+
+
+def _changed(change):
+    state = make_model().double().state_dict()
+    change(state)
+    return dict(state)
+
+
+BROKEN_WEIGHTS = {
+    "nothing": {},
+    "one missing": _changed(lambda s: s.pop("2.bias")),
+    "one more": _changed(lambda s: s.update(surprise=torch.ones(1))),
+    "wrong shape": _changed(lambda s: s.update({"2.bias": torch.ones(7)})),
+    "no tensor": _changed(lambda s: s.update({"2.bias": "weights"})),
+    "number for a name": _changed(lambda s: s.update({3: torch.ones(1)})),
+    "wrong last": _changed(lambda s: s.update({"0.weight": torch.zeros(4, FEATURES), "2.bias": None})),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_WEIGHTS)
+def test_broken_weights_leave_everything_alone(engine, path, name):
+    torch.save(
+        {
+            "module_state_dict": BROKEN_WEIGHTS[name],
+            "privacy_accountant_state_dict": engine.accountant.state_dict(),
+        },
+        path,
+    )
+    refused(path)
+
+
+def test_a_missing_file_is_missing(path):
+    with pytest.raises(FileNotFoundError):
+        ExpMQuadEngine().load_checkpoint(path=path, module=make_model())
