@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
-from opacus_expm import _check
+from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import ADJACENCIES
@@ -70,11 +70,22 @@ class Release:
     failure_probability: float = 0.0
 
     def __post_init__(self) -> None:
-        _check.positive("epsilon_range", self.epsilon_range)
-        if isinstance(self.mu, bool) or not isinstance(self.mu, int | float) or not self.mu > 0:
-            raise ValueError(f"mu must be greater than 0 (infinite where there is none), got {self.mu!r}")
+        if self.mu != math.inf:
+            _check.positive("mu", self.mu)
         _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        _check.fraction("failure_probability", self.failure_probability)
+        for name in ("epsilon_range", "epsilon", "radius", "max_grad_norm"):
+            _check.positive(name, getattr(self, name))
+        for name in ("regularization", "max_curvature"):
+            _check.non_negative(name, getattr(self, name))
+        for name in ("delta", "failure_probability"):
+            _check.fraction(name, getattr(self, name))
+        for name in ("nominal_size", "proj_dim"):
+            _check.positive_int(name, getattr(self, name))
+        for name in ("calibration", "projection", "sampler"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
+        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
+            raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; an infinite μ becomes None."""
@@ -119,7 +130,7 @@ class ExpMAccountant(IAccountant):
         self.releases: list[Release] = []
         self.budget = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
-        self._read_file()
+        self._refresh()
 
     def record(self, release: Release) -> None:
         """Charge one release; called before the draw, so that a crash cannot give a free one.
@@ -132,7 +143,8 @@ class ExpMAccountant(IAccountant):
         if not isinstance(release, Release):
             raise TypeError(f"release must be a Release, got {release!r}")
         with self._exclusive():
-            self.check(release)
+            self._check_adjacency(release.adjacency)
+            self._check_budget([release], release.epsilon, release.delta)
             if self._file is not None:
                 self._file.append({"release": release.to_dict()})
             self.releases.append(release)
@@ -142,6 +154,14 @@ class ExpMAccountant(IAccountant):
         self.check_adjacency(release.adjacency)
         self.check_budget([release], release.epsilon, release.delta)
 
+    def _check_budget(self, variants: Sequence[Event], epsilon: float, delta: float) -> None:
+        if self.budget is None or any(self.budget.admits([*self.releases, v], self.history) for v in variants):
+            return
+        raise BudgetExceeded(
+            f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
+            f"delta={self.budget.delta:g}; a pure release of at most epsilon={self._remaining():g} still fits"
+        )
+
     def check_budget(self, variants: Sequence[Event], epsilon: float, delta: float) -> None:
         """Raise ``BudgetExceeded`` if no variant of a planned release would fit; nothing changes.
 
@@ -150,32 +170,36 @@ class ExpMAccountant(IAccountant):
             epsilon: what was asked for, for the message.
             delta: likewise.
         """
-        if self.budget is None or any(self.budget.admits([*self.releases, v], self.history) for v in variants):
-            return
-        raise BudgetExceeded(
-            f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
-            f"delta={self.budget.delta:g}; a pure release of at most epsilon={self.remaining():g} still fits"
-        )
+        self._refresh()
+        self._check_budget(variants, epsilon, delta)
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
 
         Rounded down to six significant digits.
         """
+        self._refresh()
+        return self._remaining()
+
+    def _remaining(self) -> float:
         if self.budget is None:
             return math.inf
-        low, high = 0.0, self.budget.epsilon * (1 + 1e-9)
+        low, high = 0.0, curves.bounded_range_for(self.budget.epsilon, self.budget.delta) * (1 + 1e-9)
         for _ in range(60):
             middle = (low + high) / 2
             admitted = self.budget.admits([*self.releases, PlannedEvent(middle)], self.history)
             low, high = (middle, high) if admitted else (low, middle)
-        if low == 0:
+        if low < 1e-10 * self.budget.epsilon:  # the filter's slack for rounding is not to be spent
             return 0.0
         digits = 10.0 ** (5 - math.floor(math.log10(low)))
-        return math.floor(low * digits * (1 + 1e-9)) / digits
+        return math.floor(low * digits) / digits
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
+        self._refresh()
+        self._check_adjacency(adjacency)
+
+    def _check_adjacency(self, adjacency: str) -> None:
         held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
         if held - {adjacency}:
             raise ValueError(
@@ -190,8 +214,9 @@ class ExpMAccountant(IAccountant):
             ValueError: the ledger counts replace-one neighbours.
             BudgetExceeded: the step would exceed the budget.
         """
+        noise_multiplier, sample_rate, _ = _steps((noise_multiplier, sample_rate, 1))
         with self._exclusive():
-            self.check_adjacency("add_remove")
+            self._check_adjacency("add_remove")
             history = _with_step(self.history, noise_multiplier, sample_rate)
             if self.budget is not None and not self.budget.admits(self.releases, history):
                 raise BudgetExceeded(
@@ -216,6 +241,7 @@ class ExpMAccountant(IAccountant):
             return_method: also give the name of the bound.
         """
         _check.fraction("delta", delta)
+        self._refresh()
         total = total_epsilon(self.releases, self.history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
@@ -242,10 +268,22 @@ class ExpMAccountant(IAccountant):
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
-        releases = [Release.from_dict(facts) for facts in (state_dict or {}).get("releases", [])]
-        history = [_steps(run) for run in (state_dict or {}).get("history", [])]
-        super().load_state_dict(state_dict)
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"a saved ledger is a dictionary, got {type(state_dict).__name__}")
+        if "mechanism" in state_dict and state_dict["mechanism"] != self.mechanism():
+            raise ValueError(f"the state of a {state_dict['mechanism']!r} accountant cannot be loaded into 'expm'")
+        saved, runs = state_dict.get("releases"), state_dict.get("history")
+        if not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
+            raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
+        releases, history = [Release.from_dict(facts) for facts in saved], [_steps(run) for run in runs]
+        _one_adjacency(releases, history)
+        super().load_state_dict(state_dict)  # checks the mechanism
         self.history, self.releases = history, releases
+
+    def _refresh(self) -> None:
+        """Read in what other processes charged."""
+        with self._exclusive():
+            pass
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -272,6 +310,10 @@ class ExpMAccountant(IAccountant):
                     history = _with_step(history, run[0], run[1])
             except (KeyError, TypeError, ValueError) as error:
                 raise LedgerError(f"{self._file.path} holds an entry that is no release or step: {error}") from error
+        try:
+            _one_adjacency(releases, history)
+        except ValueError as error:
+            raise LedgerError(f"{self._file.path}: {error}") from error
         self.releases, self.history = releases, history
 
     def __repr__(self) -> str:
@@ -299,10 +341,20 @@ def _steps(run: Any) -> Steps:
     """A (noise_multiplier, sample_rate, steps) triple that DP-SGD can have left."""
     if not isinstance(run, tuple | list) or len(run) != 3:
         raise ValueError(f"a run of DP-SGD steps is (noise_multiplier, sample_rate, steps), got {run!r}")
-    rate = _check.positive("sample_rate", run[1])
-    if rate > 1:
-        raise ValueError(f"sample_rate must be at most 1, got {run[1]!r}")
-    return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
+    try:
+        rate = _check.positive("sample_rate", run[1])
+        if rate > 1:
+            raise ValueError(f"sample_rate must be at most 1, got {run[1]!r}")
+        return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _one_adjacency(releases: Sequence[Release], history: Sequence[Steps]) -> None:
+    """Raise if a saved ledger counts two kinds of neighbours."""
+    held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
+    if len(held) > 1:
+        raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
 
 
 def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:

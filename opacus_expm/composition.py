@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,6 +44,8 @@ from opacus_expm.density import Array
 
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
 _FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+_MAX_REACH = 700.0  # e^t overflows beyond
+_MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
 
@@ -86,10 +89,18 @@ def total_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float)
         return Total(0.0, "nothing released")
     failure = math.fsum(e.failure_probability for e in events)
     if failure > 0:
-        extra = (1 + math.exp(min(_exact_total(events, steps, delta / 2).epsilon, 700.0))) * failure
-        # ε at δ − extra is at most ε at δ/2, which extra was computed for.
-        return _exact_total(events, steps, delta - extra) if extra <= delta / 2 else _NO_BOUND
+        pure = math.fsum(e.epsilon_range for e in events)
+        candidates = [Total(pure, "pure")] if not steps and _failure_delta(pure, failure) <= delta else []
+        extra = _failure_delta(_exact_total(events, steps, delta / 2).epsilon, failure)
+        if extra <= delta / 2:  # ε at δ − extra is at most ε at δ/2, which extra was computed for
+            candidates.append(_exact_total(events, steps, delta - extra))
+        return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
     return _exact_total(events, steps, delta)
+
+
+def _failure_delta(epsilon: float, failure: float) -> float:
+    """(1+e^ε)·failure."""
+    return (1 + math.exp(min(epsilon, 700.0))) * failure
 
 
 def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
@@ -105,26 +116,36 @@ def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
         if events and not steps:
             mu = math.hypot(*(e.mu for e in events))
             candidates.append(Total(curves.gaussian_epsilon(mu, delta), "gdp"))
-        if len(events) + sum(s[2] for s in steps) > 1:
+        if steps or len(events) > 1:
             candidates.append(Total(_prv_epsilon(events, steps, delta), "prv"))
     return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
 
 
-def _rdp(event: Event, order: float) -> float:
+def _rdp(epsilon_range: float, mu: float, order: float) -> float:
     """Rényi divergence of a release: the smaller of its two curves."""
-    return min(curves.bounded_range_rdp(event.epsilon_range, order), order * event.mu**2 / 2)
+    return min(curves.bounded_range_rdp(epsilon_range, order), order * mu**2 / 2)
 
 
-@lru_cache(maxsize=64)
 def _steps_rdp(steps: Steps, orders: tuple[float, ...]) -> Array:
     """Rényi divergences of a run of DP-SGD steps, by Opacus."""
     noise_multiplier, sample_rate, count = steps
-    return np.atleast_1d(compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=count, orders=orders))
+    return count * _step_rdp(noise_multiplier, sample_rate, orders)
+
+
+@lru_cache(maxsize=64)
+def _step_rdp(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> Array:
+    """Rényi divergences of one DP-SGD step."""
+    return np.atleast_1d(compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders))
 
 
 def _rdp_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
     """Rényi composition, converted by Opacus."""
-    rdp = np.array([math.fsum(_rdp(e, a) for e in events) for a in ORDERS])
+    numbers = Counter((e.epsilon_range, e.mu) for e in events)
+    return _convert(np.array([math.fsum(n * _rdp(*e, a) for e, n in numbers.items()) for a in ORDERS]), steps, delta)
+
+
+def _convert(rdp: Array, steps: Sequence[Steps], delta: float) -> float:
+    """ε at δ of Rényi divergences over ``ORDERS``, to which those of DP-SGD steps are added."""
     for run in steps:
         rdp = rdp + _steps_rdp(run, ORDERS)
     with warnings.catch_warnings():
@@ -152,6 +173,15 @@ class BoundedRangePRV:
         inside = np.clip(t, -self.epsilon, self.epsilon)
         return np.exp((inside - self.epsilon) / 2) * np.expm1(-(inside + self.epsilon) / 2) / np.expm1(-self.epsilon)
 
+    def rdp(self, order: float) -> float:
+        """ln[sinh((α−½)ε)/((2α−1) sinh(ε/2))]/(α−1); above ``curves.bounded_range_rdp``, as the pair dominates."""
+
+        def log_sinh(x: float) -> float:
+            return x + math.log(-math.expm1(-2 * x) / 2)
+
+        high, low = log_sinh((order - 0.5) * self.epsilon), log_sinh(self.epsilon / 2)
+        return min(self.epsilon, (high - low - math.log(2 * order - 1)) / (order - 1) + 1e-13)
+
 
 @dataclass(frozen=True)
 class GaussianPRV:
@@ -163,20 +193,27 @@ class GaussianPRV:
         """Φ((t − μ²/2)/μ)."""
         return ndtr((t - self.mu**2 / 2) / self.mu)
 
+    def rdp(self, order: float) -> float:
+        """αμ²/2."""
+        return order * self.mu**2 / 2
 
-def _dominating(event: Event) -> BoundedRangePRV | GaussianPRV:
-    """The pair with the smaller Rényi divergence of order 8, a middling one; both are valid."""
-    order = 8.0
-    bounded = curves.bounded_range_rdp(event.epsilon_range, order) <= order * event.mu**2 / 2
-    return BoundedRangePRV(event.epsilon_range) if bounded else GaussianPRV(event.mu)
+
+Pair = BoundedRangePRV | GaussianPRV
 
 
 def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+    """Numerical composition by the ranges, or by every μ that is finite, whichever is less."""
+    ranges: list[Pair] = [BoundedRangePRV(e.epsilon_range) for e in events]
+    mus = [GaussianPRV(e.mu) if math.isfinite(e.mu) else BoundedRangePRV(e.epsilon_range) for e in events]
+    choices = [ranges] if ranges == mus else [ranges, mus]
+    return min(_composed_epsilon(pairs, steps, delta) for pairs in choices)
+
+
+def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: float) -> float:
     """Upper end of the numerical composition's error interval; infinite where it cannot serve."""
-    counts: dict[Any, int] = {}
-    for event in events:
-        pair = _dominating(event)
-        counts[pair] = counts.get(pair, 0) + 1
+    counts: dict[Any, int] = dict(Counter(pairs))
+    if len(counts) > _MAX_PAIRS:
+        return math.inf
     prvs, numbers = list(counts), list(counts.values())
     for noise_multiplier, sample_rate, count in steps:
         if sample_rate < 1:
@@ -187,12 +224,15 @@ def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
     compositions = sum(numbers)
     # The domain must hold the total, and each single loss, up to a small part of δ (Gopi, Lee, Wutschitz, 2021).
     delta_error = delta / 1000
-    reach = _rdp_epsilon(events, steps, delta_error / 4)
-    for event in events:
-        reach = max(reach, _rdp_epsilon([event], [], delta_error / (8 * compositions)))
-    for run in steps:
-        reach = max(reach, _rdp_epsilon([], [(run[0], run[1], 1)], delta_error / (8 * compositions)))
-    if not math.isfinite(reach):
+    # The tails are those of the pairs: a release's own Rényi curve is smaller than that of a pair that dominates it.
+    rdp = np.array([math.fsum(n * pair.rdp(a) for pair, n in counts.items()) for a in ORDERS])
+    reach = _convert(rdp, steps, delta_error / 4)
+    for pair in counts:
+        reach = max(reach, _convert(np.array([pair.rdp(a) for a in ORDERS]), [], delta_error / (8 * compositions)))
+    for noise_multiplier, sample_rate, _ in steps:
+        one = [(noise_multiplier, sample_rate, 1)]
+        reach = max(reach, _convert(np.zeros(len(ORDERS)), one, delta_error / (8 * compositions)))
+    if not reach < _MAX_REACH:
         return math.inf
     root = math.sqrt(compositions * math.log(12 / delta_error) / 2)
     half_width = reach + 3
@@ -241,7 +281,7 @@ class Filter:
             return False
         share = delta / (len(_FILTER_ORDERS) + 1)
         for i, order in enumerate(_FILTER_ORDERS):
-            rdp = math.fsum(_rdp(e, order) for e in events)
+            rdp = math.fsum(_rdp(e.epsilon_range, e.mu, order) for e in events)
             rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)
             # The conversion of Canonne, Kamath, Steinke (2020), as in Opacus
             if rdp - (math.log(share) + math.log(order)) / (order - 1) + math.log1p(-1 / order) <= self.epsilon:

@@ -1,9 +1,11 @@
 """The ledger's file: append-only, flushed before each draw, shared safely between processes.
 
-One JSON object a line; each carries the SHA-256 of the line before it, so that a lost or altered entry is noticed when
-the file is opened. An entry is written and synced to disk, under a lock, before the draw it pays for, and nothing is
-ever truncated: killing the process at any moment cannot lose a charge. A line torn by a crash was never synced, so
-its draw was never made; it stays in the file, is closed by a line that says so, and costs nothing.
+One JSON object a line; each carries the SHA-256 of the line before it and of itself, so that an altered entry, or one
+lost from before another, is noticed when the file is opened. (The hashes have no key: they guard against accidents, and
+a file cut off after a whole line cannot be told from an older one.) An entry is written and synced to disk, under a
+lock, before the draw it pays for, and nothing is ever truncated: killing the process at any moment cannot lose a charge.
+A line torn by a crash was never synced, so its draw was never made; it stays in the file, is ended by words that say so,
+and costs nothing. A crash while they are written only leaves a longer torn line.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 _HEADER = {"format": "opacus-expm ledger", "version": 1}
-_TORN = {"torn": "the line above was never synced; its draw was not made"}
+_TORN = b'{"torn": "never synced; its draw was not made", "sha256": "'
 
 
 class LedgerError(ValueError):
@@ -26,7 +28,7 @@ class LedgerError(ValueError):
 
 
 class LedgerFile:
-    """Entries on disk, and how many of them this process has seen.
+    """Entries on disk.
 
     Args:
         path: the file; created, with its header, if it does not exist.
@@ -38,84 +40,112 @@ class LedgerFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._lock = FileLock(f"{self.path}.lock")
-        with self._lock:
-            content = self.path.read_bytes() if self.path.exists() else b""
-            if not content:
-                self._append(_HEADER)
-            elif b"\n" not in content and _line(_HEADER, b"").startswith(content):  # torn while it was created
-                self._close_torn(content)
-                self._append(_HEADER)
 
     def locked(self) -> FileLock:
         """The lock between processes; to be held from ``entries`` to ``append``."""
         return self._lock
 
     def entries(self) -> list[dict[str, Any]]:
-        """Every entry, verified.
+        """Every entry, verified; a torn last line is ended, and a missing header written.
 
         Raises:
             LedgerError: a line that is not JSON, not linked to the one before it, or a foreign header.
         """
-        content = self.path.read_bytes()
-        lines = content.split(b"\n")
-        tail = lines.pop()
-        found: list[dict[str, Any]] = []
-        previous = b""
-        broken: int | None = None
-        for number, line in enumerate(lines, start=1):
-            entry = _parse(line)
-            if entry == {**_TORN, "previous": _digest(previous)} and broken == number - 1:
-                broken = None
-            elif broken is not None:
-                break
-            elif entry is None or entry.get("previous") != _digest(previous):
-                broken = number
-            else:
-                found.append(entry)
-            previous = line
-        if broken is not None:
-            raise LedgerError(f"{self.path}: line {broken} is damaged or does not follow the line before it")
-        if not found or {k: found[0].get(k) for k in _HEADER} != _HEADER:
-            raise LedgerError(f"{self.path} is not an opacus-expm ledger (version 1)")
-        if tail:  # torn by a crash before it was synced
-            self._close_torn(tail)
-        return found[1:]
+        with self._lock:
+            content = self.path.read_bytes() if self.path.exists() else b""
+            *lines, tail = content.split(b"\n")
+            found: list[dict[str, Any]] = []
+            previous = b""
+            for number, line in enumerate(lines, start=1):
+                if not _is_torn(line):
+                    entry = _parse(line, previous)
+                    if entry is None:
+                        raise LedgerError(
+                            f"{self.path}: line {number} of the ledger is damaged or does not follow the line before it"
+                        )
+                    found.append(entry)
+                previous = line
+            if tail:
+                whole = _parse(tail, previous)
+                if whole is not None:  # only its end of line is missing; a charge too many is safe
+                    found.append(whole)
+                    self._check_header(found)
+                    self._write(b"\n")
+                elif _starts_with_entry(tail, previous) or not (found or _starts_header(tail, previous)):
+                    raise LedgerError(f"{self.path}: the last line of the ledger is damaged, or it is no ledger")
+                else:
+                    tail += _TORN + _digest(tail).encode() + b'"}'
+                    self._write(tail[-len(_TORN) - 66 :] + b"\n")
+                previous = tail
+            if found:
+                self._check_header(found)
+            else:  # a new file, or one whose header was torn
+                self._write(_line(_HEADER, previous))
+            return found[1:]
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write one entry and wait until it is on disk."""
         with self._lock:
-            self._append({**entry, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+            last = self.path.read_bytes().removesuffix(b"\n").split(b"\n")[-1]
+            self._write(_line({**entry, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}, last))
 
-    def _append(self, entry: dict[str, Any]) -> None:
-        """Link to the last line, write, sync."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        self._write(_line(entry, content.removesuffix(b"\n").split(b"\n")[-1]))
-
-    def _close_torn(self, tail: bytes) -> None:
-        """End a torn line, and say so in the next."""
-        with self._lock:
-            self._write(b"\n" + _line(_TORN, tail))
+    def _check_header(self, found: list[dict[str, Any]]) -> None:
+        if {k: found[0].get(k) for k in _HEADER} != _HEADER:
+            raise LedgerError(f"{self.path} is not an opacus-expm ledger (version 1)")
 
     def _write(self, content: bytes) -> None:
-        """Append and wait until it is on disk."""
-        with self.path.open("ab", buffering=0) as file:
+        """Append all of it and wait until it is on disk."""
+        new = not self.path.exists()
+        with self.path.open("ab") as file:  # buffered: a raw file may write a part and say nothing
             file.write(content)
+            file.flush()
             os.fsync(file.fileno())
+        if new and os.name == "posix":  # the name, too, must survive a loss of power
+            directory = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
 
 def _line(entry: dict[str, Any], last: bytes) -> bytes:
-    """One entry, linked to the line before it."""
-    return json.dumps({**entry, "previous": _digest(last)}, allow_nan=False).encode() + b"\n"
+    """One entry, linked to the line before it and sealed."""
+    linked = {**entry, "previous": _digest(last)}
+    return _dump({**linked, "sha256": _digest(_dump(linked))}) + b"\n"
+
+
+def _dump(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode()
 
 
 def _digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """One JSON object, or None."""
+def _parse(line: bytes, last: bytes) -> dict[str, Any] | None:
+    """A sound entry that follows the last line, or None."""
     try:
         entry = json.loads(line)
-    except ValueError:
+        seal = entry.pop("sha256")
+        sound = entry["previous"] == _digest(last) and seal == _digest(_dump(entry))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) else None
+    return entry if sound else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line was torn by a crash and ended as such."""
+    torn = line[: -len(_TORN) - 66]
+    return bool(torn) and line == torn + _TORN + _digest(torn).encode() + b'"}'
+
+
+def _starts_with_entry(tail: bytes, last: bytes) -> bool:
+    """Whether a sound entry is followed by something else: no crash does that."""
+    return any(byte == ord("}") and _parse(tail[: i + 1], last) is not None for i, byte in enumerate(tail))
+
+
+def _starts_header(tail: bytes, last: bytes) -> bool:
+    """Whether a tail can be a torn header, perhaps with the beginning of the words that end it."""
+    header = _line(_HEADER, last)
+    rest = tail[next((i for i, (a, b) in enumerate(zip(tail, header, strict=False)) if a != b), len(header)) :]
+    return rest.startswith(_TORN[: len(rest)])
