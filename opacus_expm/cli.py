@@ -1,16 +1,22 @@
-"""The command line: ``opacus-expm demo``."""
+"""The command line: ``opacus-expm demo`` and ``opacus-expm epsilon``."""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, tasks
+from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.engine import ExpMQuadEngine
+from opacus_expm.ledger import LedgerFile
 
 
 def demo(epsilon: float, radius: float, proj_dim: int, seed: int) -> str:
@@ -44,6 +50,41 @@ def demo(epsilon: float, radius: float, proj_dim: int, seed: int) -> str:
     return "\n".join(lines)
 
 
+def spent(ledger: Path, delta: float) -> dict[str, Any]:
+    """What a ledger file holds and what it cost at δ, as plain JSON values."""
+    if not ledger.exists():
+        raise ValueError(f"ledger {str(ledger)!r} does not exist; pass the file given to an engine as ledger_path")
+    accountant = ExpMAccountant(ledger_path=ledger)
+    epsilon, method = accountant.get_epsilon(delta, return_method=True)
+    return {
+        "ledger": str(ledger),
+        "delta": delta,
+        "epsilon": None if math.isinf(epsilon) else epsilon,
+        "bound": method,
+        "events": LedgerFile(ledger).entries(),
+    }
+
+
+def _spent_text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    lines, steps = [], 0
+    for event in found["events"]:
+        facts = event.get("release")
+        if facts is None:
+            steps += 1
+            continue
+        mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
+        lines.append(
+            f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
+            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']})"
+        )
+    if steps:
+        lines.append(f"{steps} DP-SGD steps")
+    epsilon = "no finite epsilon" if found["epsilon"] is None else f"epsilon = {found['epsilon']:.6g}"
+    lines.append(f"total: {epsilon} at delta = {found['delta']:g} (bound: {found['bound']})")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
     parser = argparse.ArgumentParser(prog="opacus-expm", description="One-shot private fine-tuning.")
@@ -53,9 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("--radius", type=float, default=0.1, help="how far the weights may move (default: %(default)s)")
     show.add_argument("--proj-dim", type=int, default=20, help="dimension of the subspace (default: %(default)s)")
     show.add_argument("--seed", type=int, default=0, help="of data and subspace, not of noise (default: %(default)s)")
+    cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
+    cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
+    cost.add_argument(
+        "--delta", type=float, default=0.0, help="delta of the statement (default: 0, the pure guarantee)"
+    )
+    cost.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
-        print(demo(options.epsilon, options.radius, options.proj_dim, options.seed))
+        if options.command == "demo":
+            print(demo(options.epsilon, options.radius, options.proj_dim, options.seed))
+        else:
+            found = spent(options.ledger, options.delta)
+            print(json.dumps(found, indent=1) if options.json else _spent_text(found))
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return 0

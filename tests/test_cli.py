@@ -1,5 +1,6 @@
 """The command line, on a small stand-in for the sine regression."""
 
+import json
 import math
 import re
 import runpy
@@ -8,9 +9,9 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import cli, tasks
+from opacus_expm import ExpMQuadEngine, cli, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,58 @@ def test_training_as_in_the_demo_finds_the_slope(small_task):
     assert before > 10 * after
     assert task.model.weight[0, 0].item() == pytest.approx(1.4, abs=0.05)
     assert math.isfinite(task.model.bias.item())
+
+
+# --- epsilon ---------------------------------------------------------------------------------------------------------
+
+
+def _ledger(path):
+    """A ledger with two releases and one DP-SGD step."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5)
+    engine = ExpMQuadEngine(ledger_path=path)
+    options = {"criterion": torch.nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
+    engine.make_private_expm(torch.nn.Linear(3, 1), loader, 0.25, 0.5, 2, **options)
+    engine.make_private_expm(torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, delta=1e-5, regularization=1.0, **options)
+    return engine
+
+
+def test_epsilon_tells_what_a_ledger_cost(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    engine = _ledger(path)
+    assert cli.main(["epsilon", str(path), "--delta", "1e-5"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 3
+    assert "release: epsilon 0.25, delta 0 (range, range 0.25" in out[0]
+    assert "release: epsilon 0.5, delta 1e-05" in out[1]
+    epsilon, bound = engine.accountant.get_epsilon(1e-5, return_method=True)
+    assert out[2] == f"total: epsilon = {epsilon:.6g} at delta = 1e-05 (bound: {bound})"
+
+    assert cli.main(["epsilon", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == engine.get_epsilon(0.0)
+    assert [e["release"]["epsilon"] for e in found["events"]] == [0.25, 0.5]
+
+
+def test_epsilon_counts_dp_sgd_steps(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    _ledger(path).accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert cli.main(["epsilon", str(path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[2] == "1 DP-SGD steps"
+    assert out[3].startswith("total: no finite epsilon at delta = 0")
+
+
+@pytest.mark.parametrize("content", [None, "not a ledger\n"])
+def test_epsilon_refuses_what_is_no_ledger(tmp_path, capsys, content):
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["epsilon", str(path)])
+    assert stop.value.code == 2
+    assert str(path) in capsys.readouterr().err
+    assert path.exists() == (content is not None)
+    if content is not None:
+        assert path.read_text() == content
