@@ -23,8 +23,13 @@ COMPARED = (
     "import only", "plain epoch", "dp-sgd epoch",
     "exact sparse 100", "exact sparse 400", "exact sparse 1600",
     "exact stiefel 100", "exact stiefel 400", "exact stiefel 1600",
-    "sampled sparse 400", "gradient sparse 400", "naive stiefel 400", "curvlinops 400",
+    "sampled sparse 400", "gradient sparse 400", "naive stiefel 400",
 )  # fmt: skip
+
+
+CURVLINOPS = ("exact stiefel 20", "curvlinops 20")  # on one batch: without clipping, and one product for each column
+SCALING = ("outputs 2", "outputs 10", "outputs 50", "width 64", "width 256", "width 1024")
+SCALING_RECORDS = 4096
 
 
 def data(records: int, outputs: int = 10):
@@ -122,6 +127,20 @@ def curvlinops_pass(model, dataset, k: int) -> None:
     a.T @ (operator @ a)
 
 
+def perceptron(kind: str, value: int):
+    """A 64-feature perceptron whose number of outputs or hidden width is varied, and its data."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    outputs, width = (value, 256) if kind == "outputs" else (10, value)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
+    )
+    return model, TensorDataset(torch.randn(SCALING_RECORDS, 64), torch.randint(outputs, (SCALING_RECORDS,)))
+
+
 def run_one(name: str, records: int) -> dict:
     """Measure one item in this process."""
     warnings.simplefilter("ignore")
@@ -136,8 +155,10 @@ def run_one(name: str, records: int) -> dict:
         from opacus_expm import tasks
 
         kind, *rest = name.split()
-        dataset = data(records)
+        model, dataset = perceptron(kind, int(rest[0])) if name in SCALING else (tasks.cnn(), data(records))
         actions = {
+            "outputs": lambda m, d: our_pass(m, d, 400, "sparse"),
+            "width": lambda m, d: our_pass(m, d, 400, "sparse"),
             "plain": lambda m, d: plain_epoch(m, d),
             "dp-sgd": lambda m, d: dp_sgd_epoch(m, d),
             "exact": lambda m, d: our_pass(m, d, int(rest[1]), rest[0]),
@@ -147,7 +168,7 @@ def run_one(name: str, records: int) -> dict:
             "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),
         }
         start = time.perf_counter()
-        actions[kind](tasks.cnn(), dataset)
+        actions[kind](model, dataset)
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
@@ -157,7 +178,8 @@ def spawn(name: str, records: int) -> dict | None:
     command = [sys.executable, __file__, "--one", name, "--records", str(records)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"  {name}: not measured ({done.stderr.strip().splitlines()[-1][:100]})", flush=True)
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        print(f"  {name}: not measured ({reason[:100]})", flush=True)
         return None
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -243,9 +265,26 @@ def main() -> None:
     table(double)
     growth = double["exact sparse 400"]["seconds"] / found["exact sparse 400"]["seconds"]
     print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
+    other = measure(CURVLINOPS, BATCH, options.rounds)
+    print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other.items()))
+    scaling = measure(SCALING, SCALING_RECORDS, options.rounds)
+    print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
+    for name, row in scaling.items():
+        print(f"{name:22} {row['seconds']:8.2f} s {row['peak_mb']:8.0f} MB")
     if options.out:
         with open(options.out, "w") as file:
-            json.dump({"records": options.records, "batch": BATCH, "single": found, "double": double}, file, indent=1)
+            json.dump(
+                {
+                    "records": options.records,
+                    "batch": BATCH,
+                    "single": found,
+                    "double": double,
+                    "scaling": scaling,
+                    "other": other,
+                },
+                file,
+                indent=1,
+            )
     if options.plot:
         plot(found, options.plot)
 

@@ -107,11 +107,67 @@ class Release:
             raise ValueError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class Purchase:
+    """A clipping bound bought from the private data as a private quantile: public facts only.
+
+    Attributes:
+        epsilon_range: ε₁, a pure ε.
+        adjacency: ``"add_remove"`` or ``"replace_one"``.
+        bound: ``"max_grad_norm"`` or ``"max_curvature"``.
+        quantile: which quantile was asked for.
+        nominal_size: N.
+    """
+
+    epsilon_range: float
+    adjacency: str
+    bound: str
+    quantile: float
+    nominal_size: int
+
+    mu = math.inf
+    failure_probability = 0.0
+    delta = 0.0
+
+    def __post_init__(self) -> None:
+        _check.positive("epsilon_range", self.epsilon_range)
+        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
+        _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
+        _check.fraction("quantile", self.quantile)
+        _check.positive_int("nominal_size", self.nominal_size)
+
+    @property
+    def epsilon(self) -> float:
+        """What was asked for, which is what it costs."""
+        return self.epsilon_range
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def _event_from_dict(facts: Any) -> Release | Purchase:
+    """A release, or a purchase, which names a bound.
+
+    Raises:
+        ValueError: missing or unknown facts, or values that no such event can have.
+    """
+    if not isinstance(facts, Mapping) or "bound" not in facts:
+        return Release.from_dict(facts)
+    names = {f.name for f in dataclasses.fields(Purchase)}
+    if set(facts) != names:
+        raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
+    try:
+        return Purchase(**facts)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
 class ExpMAccountant(IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
-    work unchanged; ``releases`` holds the exponential-mechanism releases.
+    work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
 
     Args:
         budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively.
@@ -127,21 +183,21 @@ class ExpMAccountant(IAccountant):
     ) -> None:
         super().__init__()
         self.history: list[Steps] = []
-        self.releases: list[Release] = []
+        self.releases: list[Release | Purchase] = []
         self.budget = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
         self._refresh()
 
-    def record(self, release: Release) -> None:
-        """Charge one release; called before the draw, so that a crash cannot give a free one.
+    def record(self, release: Release | Purchase) -> None:
+        """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
 
         Raises:
-            TypeError: not a ``Release``.
+            TypeError: neither a ``Release`` nor a ``Purchase``.
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
         """
-        if not isinstance(release, Release):
-            raise TypeError(f"release must be a Release, got {release!r}")
+        if not isinstance(release, Release | Purchase):
+            raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_budget([release], release.epsilon, release.delta)
@@ -149,7 +205,7 @@ class ExpMAccountant(IAccountant):
                 self._file.append({"release": release.to_dict()})
             self.releases.append(release)
 
-    def check(self, release: Release) -> None:
+    def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
         self.check_budget([release], release.epsilon, release.delta)
@@ -275,7 +331,7 @@ class ExpMAccountant(IAccountant):
         saved, runs = state_dict.get("releases"), state_dict.get("history")
         if not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
-        releases, history = [Release.from_dict(facts) for facts in saved], [_steps(run) for run in runs]
+        releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
         super().load_state_dict(state_dict)  # checks the mechanism
         self.history, self.releases = history, releases
@@ -299,12 +355,12 @@ class ExpMAccountant(IAccountant):
         """Make the lists what the file says."""
         if self._file is None:
             return
-        releases: list[Release] = []
+        releases: list[Release | Purchase] = []
         history: list[Steps] = []
         for entry in self._file.entries():
             try:
                 if "release" in entry:
-                    releases.append(Release.from_dict(entry["release"]))
+                    releases.append(_event_from_dict(entry["release"]))
                 else:
                     run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
                     history = _with_step(history, run[0], run[1])
@@ -350,7 +406,7 @@ def _steps(run: Any) -> Steps:
         raise ValueError(str(error)) from error
 
 
-def _one_adjacency(releases: Sequence[Release], history: Sequence[Steps]) -> None:
+def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:
     """Raise if a saved ledger counts two kinds of neighbours."""
     held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
     if len(held) > 1:

@@ -1,52 +1,91 @@
-"""Where the clipping bounds C_g and C_H come from without looking at the private data.
+"""Where the clipping bounds C_g and C_H come from.
 
-They may be given, or measured on public data, such as the pretraining set: quantiles of |g_i| and ‖H_i‖₂ there.
-**Privacy:** a bound measured here is public because the data is. Never pass private data as public.
+* **Given** by the user as public constants.
+* **Measured on public data**, such as the pretraining set: quantiles of |g_i| and ‖H_i‖₂ there (``quantile_bounds``).
+  Public because the data is. Never pass private data as public.
+* **Bought**: private quantiles of the private records' norms (``private_quantile``), charged to the ledger and taken out
+  of the draw's budget.
+
+The 80 % quantile of |g_i| and the median of ‖H_i‖₂ are taken: clipping a fifth of the gradients costs little; curvature
+is clipped harder, because its bound enters the noise together with the radius.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+import warnings
+from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from opacus_expm.criteria import Criterion
-from opacus_expm.sums import RowSource, record_quadratics
+from opacus_expm.density import Array
 
 GRADIENT_QUANTILE = 0.8
 CURVATURE_QUANTILE = 0.5
+GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
+GRID.flags.writeable = False
+_SHARE = 0.05  # of a budget that one bound may cost at the most
 
 
-def public_bounds(
-    source: RowSource,
-    criterion: Criterion,
-    pass_over: Iterable[tuple[Any, Tensor]],
-    *,
-    curvature: bool,
-    curvature_samples: int | None = None,
-    pad_to: int | None = None,
-) -> tuple[float, float]:
-    """The 80 % quantile of |g_i| and the median of ‖H_i‖₂ (0 without curvature) over public data.
+class Uniforms(Protocol):
+    """A source of uniform numbers: a numpy generator, or the secure mode's."""
 
-    Clipping a fifth of the gradients costs little; curvature is clipped harder, because its bound enters the noise
-    together with the radius while an underestimate is made good by the ridge.
+    def random(self, count: int) -> Array:
+        """Uniform on [0, 1)."""
+
+
+def quantile_bounds(gradient_norms: Array, curvature_norms: Array) -> tuple[float, float]:
+    """The two quantiles as they are: for public data only."""
+    return (
+        float(np.quantile(gradient_norms, GRADIENT_QUANTILE)),
+        float(np.quantile(curvature_norms, CURVATURE_QUANTILE)),
+    )
+
+
+def quantile_epsilon(epsilon: float, nominal_size: int, quantile: float) -> float:
+    """What a bound is bought for, from public numbers: twice what reliability needs, at most 5 % of ε.
+
+    The probability that the chosen point is t records or more away from the quantile is at most
+    J·exp(−ε₁t/(2 max(q, 1−q))). A purchase is reliable if ε₁·N·min(q, 1−q) ≥ 2(ln J + 5); where 5 % of ε is less than
+    that, a warning says so.
     """
-    gradient_norms, curvature_norms = [], []
-    for inputs, targets in pass_over:
-        records = record_quadratics(
-            source,
-            criterion,
-            inputs,
-            targets,
-            curvature=curvature,
-            curvature_samples=curvature_samples,
-            pad_to=pad_to,
+    needed = 2 * (math.log(GRID.size) + 5) / (nominal_size * min(quantile, 1 - quantile))
+    if _SHARE * epsilon < needed:
+        warnings.warn(
+            f"a private bound for epsilon={_SHARE * epsilon:.2g} on {nominal_size} records may come out far from its "
+            f"quantile (reliable from {needed:.2g}): pass max_grad_norm= and max_curvature=, or public_loader=",
+            UserWarning,
+            stacklevel=3,
         )
-        gradient_norms.append(records.gradient_norms)
-        curvature_norms.append(records.curvature_norms)
-    gradient = float(np.quantile(torch.cat(gradient_norms).cpu().numpy(), GRADIENT_QUANTILE))
-    bound = float(np.quantile(torch.cat(curvature_norms).cpu().numpy(), CURVATURE_QUANTILE))
-    return gradient, bound
+    return min(_SHARE * epsilon, 2 * needed)
+
+
+def private_quantile(norms: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:
+    """A point of ``GRID`` near a quantile of private norms, by the exponential mechanism.
+
+    P(t) ∝ exp(ε₁·u(t)/w) with u(t) = −|#{norms ≤ t} − q·n| and n the actual, private number of records. Adding a record
+    moves #{norms ≤ t} − q·n by 1 − q or by −q, so the change of u over the grid has range at most 2 max(q, 1−q) = w (twice
+    that for replace-one): the choice is **ε₁-bounded-range**, hence ε₁-DP.
+
+    Args:
+        norms: private, one for each record.
+        quantile: q in (0, 1).
+        epsilon: ε₁.
+        adjacency: ``"add_remove"`` or ``"replace_one"``.
+        uniforms: source of randomness.
+    """
+    logits = epsilon * quantile_scores(norms, quantile) / score_width(quantile, adjacency)
+    cumulative = np.cumsum(np.exp(logits - logits.max()))
+    return float(GRID[np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")])
+
+
+def quantile_scores(norms: Array, quantile: float) -> Array:
+    """u(t) at every point of the grid; private."""
+    counts = np.searchsorted(np.sort(norms), GRID, side="right")
+    scores: Array = -np.abs(counts - quantile * norms.size)
+    return scores
+
+
+def score_width(quantile: float, adjacency: str) -> float:
+    """Range of the change of u that one record can cause."""
+    return 2 * max(quantile, 1 - quantile) * (2 if adjacency == "replace_one" else 1)

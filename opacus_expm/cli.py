@@ -73,6 +73,11 @@ def _spent_text(found: dict[str, Any]) -> str:
         if facts is None:
             steps += 1
             continue
+        if "bound" in facts:
+            lines.append(
+                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({facts['adjacency']})"
+            )
+            continue
         mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "

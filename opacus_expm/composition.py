@@ -5,6 +5,7 @@ An event is an exponential-mechanism release, given by (ε_range, μ), or a run 
 
 * ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
+* ``basic``: one release at δ by its own curve, the others pure.
 * ``gdp``: Gaussian composition √Σμ², where every event is a release with finite μ.
 * ``rdp``: Rényi curves added and converted; a release's is the smaller of its bounded-range and its Gaussian curve.
 * ``prv``: numerical composition with Opacus's machinery, on the upper side of its error. A release is represented by a
@@ -113,12 +114,21 @@ def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
             candidates.append(Total(pure + _steps_epsilon(steps, delta), "pure"))
         if len(events) == 1 and not steps:
             candidates.append(Total(curves.bounded_range_epsilon(pure, delta), "exact"))
+        if len(events) > 1 and not steps:
+            saved = max(e.epsilon_range - _single_epsilon(e, delta) for e in events)
+            candidates.append(Total(pure - saved, "basic"))
         if events and not steps:
             mu = math.hypot(*(e.mu for e in events))
             candidates.append(Total(curves.gaussian_epsilon(mu, delta), "gdp"))
         if steps or len(events) > 1:
             candidates.append(Total(_prv_epsilon(events, steps, delta), "prv"))
     return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
+
+
+def _single_epsilon(event: Event, delta: float) -> float:
+    """ε at δ of one release by its own two curves."""
+    gaussian = curves.gaussian_epsilon(event.mu, delta)
+    return min(curves.bounded_range_epsilon(event.epsilon_range, delta), gaussian)
 
 
 def _rdp(epsilon_range: float, mu: float, order: float) -> float:

@@ -23,14 +23,22 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, curves, data
-from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Release
+from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
+from opacus_expm.bounds import (
+    CURVATURE_QUANTILE,
+    GRADIENT_QUANTILE,
+    Uniforms,
+    private_quantile,
+    quantile_epsilon,
+)
 from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
 from opacus_expm.model import check_module, check_resolution
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
-from opacus_expm.statistics import Statistics, Workbench, nominal_size_of
+from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES
 
+Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
@@ -115,7 +123,8 @@ class ExpMQuadEngine:
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
             max_grad_norm: C_g, bound on one record's projected gradient.
             max_curvature: C_H, bound on one record's projected curvature; 0 uses no private curvature.
-            public_loader: public data on which the bounds that are not given are measured.
+            public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
+                private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε.
             regularization: λ ≥ 0, ridge per record on |ξ|².
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
@@ -142,6 +151,7 @@ class ExpMQuadEngine:
         """
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
         check_noise_generator(noise_generator)  # a wrong type must not cost a pass
+        charged = len(self.accountant.releases)
         self._sampler(sampler)
         self._check_budget(epsilon, delta, regularization, calibration)
         statistics = self.gather(
@@ -152,17 +162,21 @@ class ExpMQuadEngine:
             max_grad_norm=max_grad_norm,
             max_curvature=max_curvature,
             public_loader=public_loader,
+            epsilon=epsilon,
+            adjacency=adjacency,
             projection=projection,
             projection_seed=projection_seed,
             nominal_size=nominal_size,
             grad_sample_mode=grad_sample_mode,
             curvature_samples=curvature_samples,
             max_physical_batch_size=max_physical_batch_size,
+            noise_generator=noise_generator,
             progress=progress,
         )
+        bought = math.fsum(event.epsilon_range for event in self.accountant.releases[charged:])
         return self.release(
             statistics,
-            epsilon,
+            _left_of(epsilon, bought),
             radius,
             delta=delta,
             regularization=regularization,
@@ -182,17 +196,23 @@ class ExpMQuadEngine:
         max_grad_norm: float | None = None,
         max_curvature: float | None = None,
         public_loader: DataLoader[Any] | None = None,
+        epsilon: float | None = None,
+        adjacency: str = "add_remove",
         projection: str = "stiefel",
         projection_seed: int | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
         max_physical_batch_size: int | None = None,
+        noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
     ) -> Statistics:
         """One pass over the private data. Arguments as in ``make_private_expm``.
 
-        **Privacy:** the result is private data; nothing is charged until something is released from it.
+        Bounds that are neither given nor measurable on a ``public_loader`` are bought with a part of ``epsilon``, at most
+        5 % each, which is charged at once; ``adjacency`` and ``noise_generator`` matter for that only.
+
+        **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
         """
         bench = Workbench(
             model,
@@ -205,9 +225,54 @@ class ExpMQuadEngine:
             max_physical_batch_size=max_physical_batch_size,
             progress=progress,
         )
-        bounds = _bounds(bench, loader, max_grad_norm, max_curvature, public_loader)
+        data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
-        return bench.gather(loader, max_grad_norm=bounds[0], max_curvature=bounds[1], nominal_size=size)
+        given = _checked_bounds(max_grad_norm, max_curvature)
+        if public_loader is not None:
+            data.check_loader(public_loader, "public_loader")
+        remembered: Remembered | None = None
+        if public_loader is not None and None in given.values():
+            given = _public_bounds(bench, public_loader, given)
+        elif epsilon is not None and None in given.values():
+            _check.positive("epsilon", epsilon)
+            _check.one_of("adjacency", adjacency, ADJACENCIES)
+            noise = SystemNoise() if self.secure_mode else noise_source(noise_generator)
+            given, remembered = self._buy_bounds(bench, loader, given, epsilon, size, adjacency, noise)
+        bounds = {name: value for name, value in given.items() if value is not None}
+        if len(bounds) < len(given):
+            missing = next(name for name in given if name not in bounds)
+            raise ValueError(
+                f"{missing} is not given: pass max_grad_norm= and max_curvature= as public constants, public_loader= to "
+                "measure them on public data, or epsilon= to buy them; they must not be read off the private data"
+            )
+        return bench.gather(loader, **bounds, nominal_size=size, remembered=remembered)
+
+    def _buy_bounds(
+        self,
+        bench: Workbench,
+        loader: DataLoader[Any],
+        given: Bounds,
+        epsilon: float,
+        nominal_size: int,
+        adjacency: str,
+        noise: Uniforms,
+    ) -> tuple[Bounds, Remembered]:
+        """Private quantiles for the bounds that are missing, charged before they are drawn."""
+        wanted = {"max_grad_norm": GRADIENT_QUANTILE, "max_curvature": CURVATURE_QUANTILE}
+        purchases = [
+            Purchase(quantile_epsilon(epsilon, nominal_size, q), adjacency, name, q, nominal_size)
+            for name, q in wanted.items()
+            if given[name] is None
+        ]
+        remembered = bench.remember(loader, curvature=given["max_curvature"] != 0)
+        norms = {"max_grad_norm": remembered.gradient_norms, "max_curvature": remembered.curvature_norms}
+        bounds = dict(given)
+        for purchase in purchases:
+            self.accountant.record(purchase)
+            bounds[purchase.bound] = private_quantile(
+                norms[purchase.bound], purchase.quantile, purchase.epsilon_range, adjacency, noise
+            )
+        return bounds, remembered
 
     def release(
         self,
@@ -445,40 +510,34 @@ class ExpMQuadEngine:
         )
 
 
-def _bounds(
-    bench: Workbench,
-    loader: DataLoader[Any],
-    max_grad_norm: float | None,
-    max_curvature: float | None,
-    public_loader: DataLoader[Any] | None,
-) -> tuple[float, float]:
-    """Check the loaders; the bounds as given, or measured on public data."""
-    data.check_loader(loader)
-    if public_loader is not None:
-        data.check_loader(public_loader, "public_loader")
-    if max_grad_norm is not None:
-        _check.positive("max_grad_norm", max_grad_norm)
-    if max_curvature is not None:
-        _check.non_negative("max_curvature", max_curvature)
-    if max_grad_norm is not None and max_curvature is not None:
-        return float(max_grad_norm), float(max_curvature)
-    if public_loader is None:
-        missing = "max_grad_norm" if max_grad_norm is None else "max_curvature"
-        raise ValueError(
-            f"{missing} is not given: pass max_grad_norm= and max_curvature= as public constants, or public_loader= to "
-            "measure them on public data; they must not be read off the private data"
-        )
-    gradient, curvature = bench.public_bounds(public_loader, curvature=max_curvature != 0)
-    found = (
-        gradient if max_grad_norm is None else float(max_grad_norm),
-        curvature if max_curvature is None else float(max_curvature),
-    )
-    if found[0] == 0 or (max_curvature is None and found[1] == 0):
-        raise ValueError(
-            "public_loader gives a zero bound: its gradients or curvatures vanish at the pretrained weights; "
-            "pass max_grad_norm= and max_curvature="
-        )
+def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None) -> Bounds:
+    """The bounds as given, by name."""
+    return {
+        "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
+        "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
+    }
+
+
+def _public_bounds(bench: Workbench, public_loader: DataLoader[Any], given: Bounds) -> Bounds:
+    """The bounds, those that are missing measured on public data."""
+    measured = bench.public_bounds(public_loader, curvature=given["max_curvature"] != 0)
+    found: Bounds = {}
+    for (name, value), quantile in zip(given.items(), measured, strict=True):
+        found[name] = quantile if value is None else value
+        if value is None and quantile == 0:
+            raise ValueError(
+                f"public_loader gives a zero bound for {name}: gradients or curvatures vanish there at the pretrained "
+                "weights; pass max_grad_norm= and max_curvature="
+            )
     return found
+
+
+def _left_of(epsilon: float, spent: float) -> float:
+    """ε minus what was spent, rounded so that the two do not add up to more than ε."""
+    left = epsilon - spent
+    while math.fsum((left, spent)) > epsilon:
+        left = math.nextafter(left, 0.0)
+    return left
 
 
 def make_private_expm(

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, data
-from opacus_expm.bounds import public_bounds
+from opacus_expm.bounds import quantile_bounds
 from opacus_expm.criteria import Criterion, make_criterion
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
 from opacus_expm.model import Layout, check_module, compute_dtype, exact_arithmetic, moved, take, working_copy
 from opacus_expm.projection import KINDS, Projection, make_projection
-from opacus_expm.sums import ClippedSums, RowSource, clipped_sums
+from opacus_expm.sums import (
+    ClippedAdder,
+    ClippedSums,
+    RecordQuadratics,
+    RowSource,
+    clipped_sums,
+    record_quadratics,
+)
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
+CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 Batches = Iterator[tuple[Any, Tensor]]
 
@@ -74,6 +82,15 @@ class Statistics:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Statistics hold private data and are not pickled; release a model instead")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Remembered:
+    """Norms of every private record and, where they fit into ``CACHE_BYTES``, their quadratics; private data."""
+
+    gradient_norms: Array
+    curvature_norms: Array
+    records: list[RecordQuadratics] | None
 
 
 class Workbench:
@@ -129,34 +146,71 @@ class Workbench:
     def public_bounds(self, public_loader: DataLoader[Any], *, curvature: bool) -> tuple[float, float]:
         """C_g and C_H measured on public data (see ``bounds``)."""
         with exact_arithmetic():
-            source, loss, stream = self._begin(public_loader, "public_loader")
-            return public_bounds(
+            records = self._records(public_loader, "public_loader", curvature)
+            norms = [(r.gradient_norms, r.curvature_norms) for r in records]
+        return quantile_bounds(*(torch.cat(n).cpu().numpy() for n in zip(*norms, strict=True)))
+
+    def remember(self, loader: DataLoader[Any], *, curvature: bool) -> Remembered:
+        """One pass over the private data that keeps every record's norms and, while they fit, quadratics.
+
+        **Privacy:** the result is private data.
+        """
+        kept: list[RecordQuadratics] | None = []
+        norms, size = [], 0
+        with exact_arithmetic():
+            for records in self._records(loader, "loader", curvature):
+                norms.append((records.gradient_norms.cpu().numpy(), records.curvature_norms.cpu().numpy()))
+                if kept is not None:
+                    kept.append(records.to(self._dtype))
+                    size += kept[-1].bytes()
+                    kept = kept if size <= CACHE_BYTES else None
+        gradient_norms, curvature_norms = (np.concatenate(n) for n in zip(*norms, strict=True))
+        return Remembered(gradient_norms, curvature_norms, kept)
+
+    def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
+        """Every record's quadratic, batch after batch."""
+        source, loss, stream = self._begin(loader, name)
+        for inputs, targets in stream:
+            yield record_quadratics(
                 source,
                 loss,
-                stream,
+                inputs,
+                targets,
                 curvature=curvature,
                 curvature_samples=self._samples,
-                pad_to=self._piece(public_loader),
+                pad_to=self._piece(loader),
             )
 
     def gather(
-        self, loader: DataLoader[Any], *, max_grad_norm: float, max_curvature: float, nominal_size: int
+        self,
+        loader: DataLoader[Any],
+        *,
+        max_grad_norm: float,
+        max_curvature: float,
+        nominal_size: int,
+        remembered: Remembered | None = None,
     ) -> Statistics:
-        """One pass over the private data.
+        """One pass over the private data, or none where an earlier one is remembered.
 
         **Privacy:** the result is private data.
         """
         with exact_arithmetic():
-            source, loss, stream = self._begin(loader, "loader")
-            sums = clipped_sums(
-                source,
-                loss,
-                stream,
-                max_grad_norm=max_grad_norm,
-                max_curvature=max_curvature,
-                curvature_samples=self._samples,
-                pad_to=self._piece(loader),
-            )
+            if remembered is not None and remembered.records is not None:
+                total = ClippedAdder(max_grad_norm, max_curvature)
+                for records in remembered.records:
+                    total.add(records.to(torch.float64).with_norms())
+                sums = total.result()
+            else:
+                source, loss, stream = self._begin(loader, "loader")
+                sums = clipped_sums(
+                    source,
+                    loss,
+                    stream,
+                    max_grad_norm=max_grad_norm,
+                    max_curvature=max_curvature,
+                    curvature_samples=self._samples,
+                    pad_to=self._piece(loader),
+                )
         return Statistics(self._module, self._layout, self._subspace, sums, nominal_size)
 
     def _piece(self, loader: DataLoader[Any]) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -129,6 +129,19 @@ class RecordQuadratics:
     gradient_norms: Tensor
     curvature_norms: Tensor
     parallel: bool
+
+    def to(self, dtype: torch.dtype) -> RecordQuadratics:
+        """Gradients and factors in another floating type."""
+        factors = None if self.factors is None else self.factors.to(dtype)
+        return replace(self, gradients=self.gradients.to(dtype), factors=factors)
+
+    def with_norms(self) -> RecordQuadratics:
+        """Norms computed anew from gradients and factors, which a change of type has rounded."""
+        return _finite_only(self.gradients, self.factors, parallel=self.parallel)
+
+    def bytes(self) -> int:
+        """Memory of gradients and factors."""
+        return self.gradients.nbytes + (0 if self.factors is None else self.factors.nbytes)
 
 
 def record_quadratics(
@@ -252,29 +265,46 @@ def clipped_sums(
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
-    total_g: Tensor | None = None
-    total_s: Tensor | None = None
-    parallel = False
+    total = ClippedAdder(max_grad_norm, max_curvature)
     for inputs, targets in pass_over:
-        records = record_quadratics(
-            source,
-            criterion,
-            inputs,
-            targets,
-            curvature=max_curvature > 0,
-            curvature_samples=curvature_samples,
-            pad_to=pad_to,
+        total.add(
+            record_quadratics(
+                source,
+                criterion,
+                inputs,
+                targets,
+                curvature=max_curvature > 0,
+                curvature_samples=curvature_samples,
+                pad_to=pad_to,
+            )
         )
-        g = records.gradients * _clip(records.gradient_norms, max_grad_norm)[:, None]
-        total_g = g.sum(0) if total_g is None else total_g + g.sum(0)
-        if records.factors is not None:
-            scale = _clip(records.curvature_norms, max_curvature).sqrt()
+    return total.result()
+
+
+class ClippedAdder:
+    """Clips records' quadratics and adds them up, batch after batch."""
+
+    def __init__(self, max_grad_norm: float, max_curvature: float):
+        self._bounds = (max_grad_norm, max_curvature)
+        self._g: Tensor | None = None
+        self._s: Tensor | None = None
+        self._parallel = False
+
+    def add(self, records: RecordQuadratics) -> None:
+        """Add one batch; factors are left out where max_curvature is 0."""
+        g = (records.gradients * _clip(records.gradient_norms, self._bounds[0])[:, None]).sum(0)
+        self._g = g if self._g is None else self._g + g
+        if records.factors is not None and self._bounds[1] > 0:
+            scale = _clip(records.curvature_norms, self._bounds[1]).sqrt()
             b = (records.factors * scale[:, None, None]).flatten(0, 1)
-            total_s = b.T @ b if total_s is None else total_s.addmm_(b.T, b)
-        parallel = records.parallel
-    if total_g is None:
-        raise ValueError("loader is empty: it yielded no record")
-    return ClippedSums(total_g, total_s, max_grad_norm, max_curvature, parallel or total_g.shape[0] == 1)
+            self._s = b.T @ b if self._s is None else self._s.addmm_(b.T, b)
+        self._parallel = records.parallel
+
+    def result(self) -> ClippedSums:
+        """G and S so far."""
+        if self._g is None:
+            raise ValueError("loader is empty: it yielded no record")
+        return ClippedSums(self._g, self._s, *self._bounds, self._parallel or self._g.shape[0] == 1)
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:

@@ -300,13 +300,6 @@ def _table():
             ValueError,
             ["criterion has reduction='none'", "use 'mean' or 'sum'"],
         ),
-        "no bounds": (
-            {"max_grad_norm": None, "max_curvature": None},
-            ValueError,
-            ["max_grad_norm is not given", "max_curvature=", "public_loader="],
-        ),
-        "no max_grad_norm": ({"max_grad_norm": None}, ValueError, ["max_grad_norm is not given", "public_loader="]),
-        "no max_curvature": ({"max_curvature": None}, ValueError, ["max_curvature is not given", "public_loader="]),
         "gaussian without delta": (
             {"calibration": "gaussian", "regularization": 1.0},
             ValueError,

@@ -1,0 +1,274 @@
+"""Bought bounds: bounded range by enumeration, failure probability, what is charged and what is left for the draw."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm import ExpMQuadEngine, Purchase, bounds
+from opacus_expm import statistics as statistics_module
+from opacus_expm.bounds import (
+    CURVATURE_QUANTILE,
+    GRADIENT_QUANTILE,
+    GRID,
+    private_quantile,
+    quantile_epsilon,
+    quantile_scores,
+    score_width,
+)
+
+
+class Fixed:
+    """The same uniform number for ever."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def random(self, count):
+        return np.full(count, self.value)
+
+
+def _log_probabilities(norms, quantile, epsilon, adjacency):
+    logits = epsilon * quantile_scores(norms, quantile) / score_width(quantile, adjacency)
+    return logits - np.logaddexp.reduce(logits)
+
+
+NORMS = st.lists(st.floats(1e-9, 1e9), max_size=30).map(np.array)
+
+
+@given(NORMS, st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0))
+def test_one_record_more_keeps_the_loss_in_an_interval_of_length_epsilon(norms, record, quantile, epsilon):
+    """By enumeration of all grid points: bounded range, hence pure ε-DP."""
+    before = _log_probabilities(norms, quantile, epsilon, "add_remove")
+    after = _log_probabilities(np.append(norms, record), quantile, epsilon, "add_remove")
+    loss = after - before
+    assert np.ptp(loss) <= epsilon * (1 + 1e-9)
+    assert np.abs(loss).max() <= epsilon * (1 + 1e-9)
+
+
+@given(NORMS.filter(lambda n: n.size), st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0))
+def test_replacing_a_record(norms, record, quantile, epsilon):
+    before = _log_probabilities(norms, quantile, epsilon, "replace_one")
+    after = _log_probabilities(np.append(norms[1:], record), quantile, epsilon, "replace_one")
+    assert np.ptp(after - before) <= epsilon * (1 + 1e-9)
+
+
+def test_the_width_is_reached_so_a_smaller_one_would_be_wrong():
+    """q = 0.8: a record above the quantile makes points below it worse by 0.8 and points above it better by 0.8."""
+    norms, record = np.full(10, 1e3), 1e6
+    change = quantile_scores(np.append(norms, record), 0.8) - quantile_scores(norms, 0.8)
+    assert np.ptp(change) == pytest.approx(score_width(0.8, "add_remove"))
+
+
+def test_draws_follow_the_stated_law():
+    norms = np.random.default_rng(0).lognormal(size=200)
+    expected = np.exp(_log_probabilities(norms, 0.8, 0.3, "add_remove"))
+    random = np.random.default_rng(1)
+    draws = np.array([private_quantile(norms, 0.8, 0.3, "add_remove", random) for _ in range(4000)])
+    counts = np.array([(draws == t).sum() for t in GRID])
+    likely = expected * len(draws) >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    expectation = np.append(expected[likely], expected[~likely].sum()) * len(draws)
+    assert stats.chisquare(observed, expectation).pvalue > 1e-3
+    wrong = np.exp(_log_probabilities(norms, 0.8, 0.6, "add_remove"))  # twice the ε
+    expectation = np.append(wrong[likely], wrong[~likely].sum()) * len(draws)
+    assert stats.chisquare(observed, expectation).pvalue < 1e-6
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 1e-16])
+def test_every_uniform_number_gives_a_grid_point(uniform):
+    assert private_quantile(np.ones(5), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
+
+
+def test_reliable_purchases_are_near_the_quantile():
+    """At twice what reliability needs, a thousand purchases stay within a few percentiles of the quantile."""
+    size = 20_000
+    norms = np.sort(np.random.default_rng(2).lognormal(size=size))
+    epsilon = quantile_epsilon(100.0, size, GRADIENT_QUANTILE)
+    random = np.random.default_rng(3)
+    found = [private_quantile(norms, GRADIENT_QUANTILE, epsilon, "add_remove", random) for _ in range(1000)]
+    reached = np.searchsorted(norms, found) / size
+    assert np.abs(reached - GRADIENT_QUANTILE).max() < 0.1
+
+
+def test_a_poor_purchase_fails_often():
+    """With N = 20,000, q = 0.9 and ε₁ = 0.0025 most purchases miss; so the warning is not for nothing."""
+    norms = np.sort(np.random.default_rng(4).lognormal(size=20_000))
+    random = np.random.default_rng(5)
+    found = [private_quantile(norms, 0.9, 0.0025, "add_remove", random) for _ in range(300)]
+    reached = np.searchsorted(norms, found) / 20_000
+    assert np.mean(np.abs(reached - 0.9) > 0.09) > 0.5
+
+
+def test_price():
+    needed = 2 * (math.log(401) + 5) / (20_000 * 0.2)
+    assert quantile_epsilon(1.0, 20_000, 0.8) == pytest.approx(2 * needed)
+    assert quantile_epsilon(0.15, 20_000, 0.8) == pytest.approx(0.05 * 0.15)
+    with pytest.warns(UserWarning, match=r"may come out far from its quantile .* pass max_grad_norm="):
+        assert quantile_epsilon(0.01, 1000, 0.8) == pytest.approx(0.0005)
+
+
+# --- through the engine ---------------------------------------------------------------------------------------------
+
+
+def _task(n=3000):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(n, 1, generator=generator)
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), TensorDataset(x, y)
+
+
+def _loader(dataset):
+    return DataLoader(dataset, batch_size=500)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_five_arguments_are_enough(secure):
+    model, dataset = _task()
+    engine = ExpMQuadEngine(secure_mode=secure)
+    with pytest.warns(UserWarning, match="criterion=None"):
+        private = engine.make_private_expm(model, _loader(dataset), 2.0, 0.3, 5)
+    assert type(private) is type(model)
+    kinds = [type(event) for event in engine.accountant.releases]
+    assert kinds[:2] == [Purchase, Purchase]
+    assert len(kinds) == 3
+    draw = engine.accountant.releases[2]
+    assert draw.max_grad_norm in GRID
+    assert draw.max_curvature in GRID
+    if secure:
+        assert engine.get_epsilon(0.0) == math.inf
+        assert 1.9 < engine.get_epsilon(1e-9) <= 2.0
+    else:
+        assert engine.get_epsilon(0.0) == pytest.approx(2.0, rel=1e-15)
+
+
+@given(st.floats(1e-3, 50.0), st.sampled_from([0.0, 1e-6, 1e-3]), st.sampled_from(["add_remove", "replace_one"]))
+def test_the_total_is_what_was_asked_for(epsilon, delta, adjacency):
+    model, dataset = _task(40)
+    engine = ExpMQuadEngine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        engine.make_private_expm(
+            model,
+            _loader(dataset),
+            epsilon,
+            0.3,
+            3,
+            delta=delta,
+            adjacency=adjacency,
+            regularization=1.0,
+            criterion=nn.MSELoss(),
+        )
+    pure = math.fsum(event.epsilon_range for event in engine.accountant.releases)
+    if delta == 0:
+        assert pure <= epsilon
+        assert pure == pytest.approx(epsilon, rel=1e-12)
+    assert engine.get_epsilon(delta) <= epsilon * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("missing", ["max_grad_norm", "max_curvature"])
+def test_only_what_is_missing_is_bought(missing):
+    model, dataset = _task()
+    engine = ExpMQuadEngine()
+    given = {"max_grad_norm": 1.0, "max_curvature": 1.0, missing: None}
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, criterion=nn.MSELoss(), **given)
+    purchase, draw = engine.accountant.releases
+    assert purchase.bound == missing
+    assert purchase.quantile == {"max_grad_norm": GRADIENT_QUANTILE, "max_curvature": CURVATURE_QUANTILE}[missing]
+    assert draw.epsilon == pytest.approx(1.0 - purchase.epsilon_range)
+
+
+def test_gradient_only_needs_one_bound():
+    model, dataset = _task()
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(
+        model, _loader(dataset), 1.0, 0.3, 5, criterion=nn.MSELoss(), max_curvature=0.0, regularization=1.0
+    )
+    assert [type(e) for e in engine.accountant.releases][:1] == [Purchase]
+    assert len(engine.accountant.releases) == 2
+
+
+def test_remembered_rows_and_a_second_pass_give_the_same(monkeypatch):
+    model, dataset = _task()
+    options = {"criterion": nn.MSELoss(), "projection_seed": 0, "epsilon": 5.0}
+    found = []
+    for memory in (2**30, 0):
+        monkeypatch.setattr(statistics_module, "CACHE_BYTES", memory)
+        gathered = ExpMQuadEngine().gather(
+            model, _loader(dataset), 5, noise_generator=np.random.default_rng(7), **options
+        )
+        found.append(gathered.sums)
+    assert found[0].max_grad_norm == found[1].max_grad_norm
+    torch.testing.assert_close(found[0].gradient, found[1].gradient, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[0].curvature, found[1].curvature, rtol=1e-6, atol=1e-6)
+
+
+def test_the_private_data_is_read_once_while_it_fits(monkeypatch):
+    class Counted(TensorDataset):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    model, dataset = _task(1000)
+    counted = Counted(*dataset.tensors)
+    for memory, passes in ((2**30, 1), (0, 2)):
+        monkeypatch.setattr(statistics_module, "CACHE_BYTES", memory)
+        Counted.reads = 0
+        ExpMQuadEngine().gather(model, _loader(counted), 5, criterion=nn.MSELoss(), epsilon=10.0)
+        assert Counted.reads == passes * 1000
+
+
+def test_a_purchase_is_charged_before_it_is_drawn(monkeypatch):
+    model, dataset = _task()
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opacus_expm.engine.private_quantile", crash)
+    engine = ExpMQuadEngine()
+    with pytest.raises(KeyboardInterrupt):
+        engine.gather(model, _loader(dataset), 5, criterion=nn.MSELoss(), epsilon=1.0)
+    assert len(engine.accountant.releases) == 1
+
+
+def test_gather_without_a_budget_says_what_to_pass():
+    model, dataset = _task()
+    engine = ExpMQuadEngine()
+    for known, name in (
+        ({}, "max_grad_norm"),
+        ({"max_grad_norm": 1.0}, "max_curvature"),
+        ({"max_curvature": 1.0}, "max_grad_norm"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} is not given: .* public_loader= .* or epsilon= to buy them"):
+            engine.gather(model, _loader(dataset), 5, criterion=nn.MSELoss(), **known)
+    assert len(engine.accountant) == 0
+
+
+def test_purchases_survive_the_ledger(tmp_path):
+    model, dataset = _task()
+    engine = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, criterion=nn.MSELoss())
+    again = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    assert again.accountant.releases == engine.accountant.releases
+    other = ExpMQuadEngine()
+    other.accountant.load_state_dict(engine.accountant.state_dict())
+    assert other.get_epsilon() == engine.get_epsilon()
+    state = engine.accountant.state_dict()
+    state["releases"][0]["bound"] = "something else"
+    with pytest.raises(ValueError, match="bound must be one of"):
+        other.accountant.load_state_dict(state)
+
+
+def test_the_grid_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        bounds.GRID[0] = 1.0
