@@ -11,7 +11,7 @@ the mechanism needs the m rows of a Jacobian in evaluation mode instead of one g
   layer's (B, p_layer) block and the (B, r, k) result instead of (B, r, p).
 
 Every type in Opacus's ``GRAD_SAMPLERS`` is served by its registered function, other layers with one tensor in and out
-by Opacus's functorch fallback. Four kinds of layers have rules of their own (``layer_rules``), because their structure
+by Opacus's functorch fallback. Common layers have rules of their own (``layer_rules``), because their structure
 saves work over many rows.
 """
 

@@ -6,8 +6,8 @@ the row is computed when the rule is built: a convolution's patches, a normalisa
 product of a linear layer's input with a dense projection.
 
 The gradient of a linear layer or a convolution is the product of output gradient and input, that of an embedding
-touches only the rows that were looked up, that of an evaluation-mode BatchNorm is that of a diagonal map. Everything
-else goes through Opacus's own samplers (``grad_sample``).
+touches only the rows that were looked up, that of a normalisation (BatchNorm in evaluation mode) is that of a diagonal
+map. Everything else goes through Opacus's own samplers (``grad_sample``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from opacus_expm.projection import Projection, Stiefel
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Rule = Callable[[Tensor, Sequence[Tensor | None]], None]  # (row (B, k) to add to, output gradients of the calls)
 
 
@@ -149,23 +150,48 @@ def _embedding(layer: nn.Embedding, activations: list[Tensor], places: Places, r
     return apply
 
 
-def _batch_norm(
-    layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, activations: list[Tensor], places: Places, rows: int
-) -> Rule:
+def _batch_norm(layer: BatchNorm, activations: list[Tensor], places: Places, rows: int) -> Rule:
     """In evaluation mode the layer is x̂γ + β with x̂ standardised by the running statistics, which do not move."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     shape = (1, -1) + (1,) * (activations[0].dim() - 2)
     scale = (layer.running_var + layer.eps).rsqrt().view(shape)
     standardised = [(x - layer.running_mean.view(shape)) * scale for x in activations]
+    return _affine(layer, standardised, places, lambda t: t.flatten(2).sum(2) if t.dim() > 2 else t)
+
+
+def _group_norm(layer: nn.GroupNorm, activations: list[Tensor], places: Places, rows: int) -> Rule:
+    """The layer is x̂γ + β with x̂ standardised within each group of channels of each record."""
+    standardised = [F.group_norm(x, layer.num_groups, eps=layer.eps) for x in activations]
+    return _affine(layer, standardised, places, lambda t: t.flatten(2).sum(2) if t.dim() > 2 else t)
+
+
+def _layer_norm(layer: nn.LayerNorm, activations: list[Tensor], places: Places, rows: int) -> Rule:
+    """The layer is x̂γ + β with x̂ standardised over the last dimensions; positions are summed over."""
+    standardised = [F.layer_norm(x, layer.normalized_shape, eps=layer.eps) for x in activations]
+    dims = len(layer.normalized_shape)
+
+    def per_record(t: Tensor) -> Tensor:
+        return t.flatten(1, -dims - 1).sum(1) if t.dim() > dims + 1 else t
+
+    return _affine(layer, standardised, places, per_record)
+
+
+def _affine(
+    layer: BatchNorm | nn.GroupNorm | nn.LayerNorm,
+    standardised: list[Tensor],
+    places: Places,
+    per_record: Callable[[Tensor], Tensor],
+) -> Rule:
+    """Weight and bias gradients of x̂γ + β: output gradient times x̂, and output gradient, summed for each record."""
 
     def gradients(number: int, backprop: Tensor) -> PerSampleGradients:
-        others = tuple(range(2, backprop.dim()))
-        product = backprop * standardised[number]
-        return {
-            layer.weight: product.sum(others) if others else product,
-            layer.bias: backprop.sum(others) if others else backprop,
-        }
+        found: PerSampleGradients = {}
+        if layer.weight in places.starts:
+            found[layer.weight] = per_record(backprop * standardised[number])
+        if layer.bias is not None and layer.bias in places.starts:
+            found[layer.bias] = per_record(backprop)
+        return found
 
     return places.rule(gradients)
 
@@ -180,4 +206,6 @@ RULES: dict[type[nn.Module], Callable[..., Rule]] = {
     nn.BatchNorm1d: _batch_norm,
     nn.BatchNorm2d: _batch_norm,
     nn.BatchNorm3d: _batch_norm,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
 }

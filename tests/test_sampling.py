@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
+from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import sampling
+from opacus_expm import ExpMQuadEngine, sampling
 from opacus_expm.density import BallGaussian
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, noise_source, truncated_normal
 from opacus_expm.secure import FixedWork, SystemNoise, proposals_needed
@@ -417,3 +418,64 @@ def test_acceptance_is_at_least_what_the_number_of_proposals_assumes():
     assert min(ratios) > 1 - 1e-3
     # The search comes close to the bound, so a bound twice as large would be caught.
     assert min(ratios) < 1.1
+
+
+def test_secure_releases_of_different_data_consume_the_same_noise(monkeypatch):
+    """Through the engine: calm data and data that pull hard in one direction."""
+    consumed = []
+
+    class Counting(SystemNoise):
+        def __init__(self):
+            super().__init__()
+            consumed.append(self)
+
+    monkeypatch.setattr("opacus_expm.engine.SystemNoise", Counting)
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 1), torch.randn(50, 4)
+    for y in (model(x).detach(), 100 * x.sum(1, keepdim=True)):
+        engine = ExpMQuadEngine(secure_mode=True)
+        loader = DataLoader(TensorDataset(x, y), batch_size=25)
+        private = engine.make_private_expm(
+            model, loader, 5.0, 0.5, 3, criterion=torch.nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0
+        )
+        assert engine.accountant.releases[0].sampler == "secure"
+        assert engine.get_epsilon(0.0) == math.inf
+        assert engine.get_epsilon(1e-9) <= 5.0
+        assert not torch.equal(private.weight, model.weight)
+    assert consumed[0].consumed == consumed[1].consumed > 1000
+
+
+def test_secure_mode_draws_exactly_only():
+    density_model, x = torch.nn.Linear(2, 1), torch.randn(8, 2)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+    engine = ExpMQuadEngine(secure_mode=True)
+    with pytest.raises(ValueError, match="secure_mode draws exactly"):
+        engine.make_private_expm(
+            density_model, loader, 1.0, 0.5, 2, sampler="gibbs", max_grad_norm=1.0, max_curvature=1.0
+        )
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("sampler", ["gibbs", "rejection", Gibbs(burn_in=20)], ids=str)
+def test_the_papers_samplers_through_the_engine(sampler):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 1), torch.randn(40, 3)
+    engine = ExpMQuadEngine()
+    statistics = engine.gather(
+        model,
+        DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=20),
+        2,
+        criterion=torch.nn.MSELoss(),
+        max_grad_norm=1.0,
+        max_curvature=1.0,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = engine.simulate(
+            statistics, 5.0, 5.0, lambda m: float(m.weight.sum()), draws=7, regularization=5.0, sampler=sampler
+        )
+    assert values.shape == (7,)
+    assert len(set(values)) == 7
+    assert any("NOT releases" in str(w.message) for w in caught)
+    assert any("not covered by epsilon" in str(w.message) for w in caught) == (sampler != "rejection")
+    assert len(engine.accountant) == 0
