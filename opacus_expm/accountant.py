@@ -200,7 +200,7 @@ class ExpMAccountant(IAccountant):
             raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
         with self._exclusive():
             self._check_adjacency(release.adjacency)
-            self._check_budget([release], release.epsilon, release.delta)
+            self._check_budget([[release]], release.epsilon, release.delta)
             if self._file is not None:
                 self._file.append({"release": release.to_dict()})
             self.releases.append(release)
@@ -208,26 +208,26 @@ class ExpMAccountant(IAccountant):
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
-        self.check_budget([release], release.epsilon, release.delta)
+        self.check_budget([[release]], release.epsilon, release.delta)
 
-    def _check_budget(self, variants: Sequence[Event], epsilon: float, delta: float) -> None:
-        if self.budget is None or any(self.budget.admits([*self.releases, v], self.history) for v in variants):
+    def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
+        if self.budget is None or any(self.budget.admits([*self.releases, *p], self.history) for p in plans):
             return
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
             f"delta={self.budget.delta:g}; a pure release of at most epsilon={self._remaining():g} still fits"
         )
 
-    def check_budget(self, variants: Sequence[Event], epsilon: float, delta: float) -> None:
-        """Raise ``BudgetExceeded`` if no variant of a planned release would fit; nothing changes.
+    def check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
+        """Raise ``BudgetExceeded`` if no plan would fit; nothing changes.
 
         Args:
-            variants: what the release may turn out to cost.
+            plans: lists of events, one of which a request may turn out to need.
             epsilon: what was asked for, for the message.
             delta: likewise.
         """
         self._refresh()
-        self._check_budget(variants, epsilon, delta)
+        self._check_budget(plans, epsilon, delta)
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.

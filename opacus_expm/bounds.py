@@ -20,8 +20,7 @@ import numpy as np
 
 from opacus_expm.density import Array
 
-GRADIENT_QUANTILE = 0.8
-CURVATURE_QUANTILE = 0.5
+QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
 GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
 GRID.flags.writeable = False
 _SHARE = 0.05  # of a budget that one bound may cost at the most
@@ -37,27 +36,35 @@ class Uniforms(Protocol):
 def quantile_bounds(gradient_norms: Array, curvature_norms: Array) -> tuple[float, float]:
     """The two quantiles as they are: for public data only."""
     return (
-        float(np.quantile(gradient_norms, GRADIENT_QUANTILE)),
-        float(np.quantile(curvature_norms, CURVATURE_QUANTILE)),
+        float(np.quantile(gradient_norms, QUANTILES["max_grad_norm"])),
+        float(np.quantile(curvature_norms, QUANTILES["max_curvature"])),
     )
 
 
 def quantile_epsilon(epsilon: float, nominal_size: int, quantile: float) -> float:
-    """What a bound is bought for, from public numbers: twice what reliability needs, at most 5 % of ε.
+    """What a bound is bought for, from public numbers: twice what reliability needs, at most 5 % of ε."""
+    return min(_SHARE * epsilon, 2 * _reliable_epsilon(nominal_size, quantile))
+
+
+def _reliable_epsilon(nominal_size: int, quantile: float) -> float:
+    """The ε₁ from which a purchase is reliable: ε₁·N·min(q, 1−q) = 2(ln J + 5).
 
     The probability that the chosen point is t records or more away from the quantile is at most
-    J·exp(−ε₁t/(2 max(q, 1−q))). A purchase is reliable if ε₁·N·min(q, 1−q) ≥ 2(ln J + 5); where 5 % of ε is less than
-    that, a warning says so.
+    J·exp(−ε₁t/(2 max(q, 1−q))).
     """
-    needed = 2 * (math.log(GRID.size) + 5) / (nominal_size * min(quantile, 1 - quantile))
-    if _SHARE * epsilon < needed:
+    return 2 * (math.log(GRID.size) + 5) / (nominal_size * min(quantile, 1 - quantile))
+
+
+def warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> None:
+    """Say that a purchase for this ε₁ may miss its quantile."""
+    needed = _reliable_epsilon(nominal_size, quantile)
+    if epsilon < needed:
         warnings.warn(
-            f"a private bound for epsilon={_SHARE * epsilon:.2g} on {nominal_size} records may come out far from its "
-            f"quantile (reliable from {needed:.2g}): pass max_grad_norm= and max_curvature=, or public_loader=",
+            f"a private bound for epsilon={epsilon:.2g} on {nominal_size} records may come out far from its quantile "
+            f"(reliable from {needed:.2g}): pass max_grad_norm= and max_curvature=, or public_loader=",
             UserWarning,
             stacklevel=3,
         )
-    return min(_SHARE * epsilon, 2 * needed)
 
 
 def private_quantile(norms: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:

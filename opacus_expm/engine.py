@@ -24,13 +24,7 @@ from torch.utils.data import DataLoader
 
 from opacus_expm import _check, curves, data
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
-from opacus_expm.bounds import (
-    CURVATURE_QUANTILE,
-    GRADIENT_QUANTILE,
-    Uniforms,
-    private_quantile,
-    quantile_epsilon,
-)
+from opacus_expm.bounds import QUANTILES, Uniforms, private_quantile, quantile_epsilon, warn_if_unreliable
 from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
 from opacus_expm.model import check_module, check_resolution
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
@@ -153,7 +147,10 @@ class ExpMQuadEngine:
         check_noise_generator(noise_generator)  # a wrong type must not cost a pass
         charged = len(self.accountant.releases)
         self._sampler(sampler)
-        self._check_budget(epsilon, delta, regularization, calibration)
+        given = _checked_bounds(max_grad_norm, max_curvature)
+        size = nominal_size_of(data.check_loader(loader), nominal_size)
+        prices = list(_prices(given, epsilon, size).values()) if public_loader is None else []
+        self._check_budget(epsilon, delta, regularization, calibration, prices)
         statistics = self.gather(
             model,
             loader,
@@ -258,12 +255,12 @@ class ExpMQuadEngine:
         noise: Uniforms,
     ) -> tuple[Bounds, Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn."""
-        wanted = {"max_grad_norm": GRADIENT_QUANTILE, "max_curvature": CURVATURE_QUANTILE}
         purchases = [
-            Purchase(quantile_epsilon(epsilon, nominal_size, q), adjacency, name, q, nominal_size)
-            for name, q in wanted.items()
-            if given[name] is None
+            Purchase(price, adjacency, name, QUANTILES[name], nominal_size)
+            for name, price in _prices(given, epsilon, nominal_size).items()
         ]
+        for purchase in purchases:
+            warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
         remembered = bench.remember(loader, curvature=given["max_curvature"] != 0)
         norms = {"max_grad_norm": remembered.gradient_norms, "max_curvature": remembered.curvature_norms}
         bounds = dict(given)
@@ -467,14 +464,21 @@ class ExpMQuadEngine:
                 f"regularization={regularization!r}; use calibration='range', or set both"
             )
 
-    def _check_budget(self, epsilon: float, delta: float, regularization: float, calibration: str) -> None:
-        """Refuse a release that cannot fit the budget, however it will be calibrated, before any data is touched."""
+    def _check_budget(
+        self, epsilon: float, delta: float, regularization: float, calibration: str, prices: list[float]
+    ) -> None:
+        """Refuse a request that cannot fit the budget, however it will be calibrated, before any data is touched."""
+        if calibration == "paper":  # which spends less than it asks for; it is checked when it is charged
+            return
+        left = _left_of(epsilon, math.fsum(prices))
         failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
-        variants = [PlannedEvent(curves.bounded_range_for(epsilon, delta), math.inf, failure)]
+        draws = [PlannedEvent(curves.bounded_range_for(left, delta), math.inf, failure)]
         if delta > 0 and regularization > 0:
-            variants.append(PlannedEvent(math.inf, curves.gaussian_mu(epsilon, delta), failure))
-        if calibration != "paper":  # which spends less than it asks for; it is checked when it is charged
-            self.accountant.check_budget(variants, epsilon, delta)
+            draws.append(PlannedEvent(math.inf, curves.gaussian_mu(left, delta), failure))
+        plans = [[*map(PlannedEvent, prices), draw] for draw in draws]
+        # Bounds are charged before it is known which calibration the draw will have, so that either must fit.
+        for admissible in [[plan] for plan in plans] if prices else [plans]:
+            self.accountant.check_budget(admissible, epsilon, delta)
 
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:
         """A sampler by name, or as configured by the user."""
@@ -515,6 +519,13 @@ def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None) ->
     return {
         "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
         "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
+    }
+
+
+def _prices(given: Bounds, epsilon: float, nominal_size: int) -> dict[str, float]:
+    """ε₁ of each bound that is missing."""
+    return {
+        name: quantile_epsilon(epsilon, nominal_size, QUANTILES[name]) for name, value in given.items() if value is None
     }
 
 

@@ -12,16 +12,16 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, Purchase, bounds
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, Purchase, bounds
 from opacus_expm import statistics as statistics_module
 from opacus_expm.bounds import (
-    CURVATURE_QUANTILE,
-    GRADIENT_QUANTILE,
     GRID,
+    QUANTILES,
     private_quantile,
     quantile_epsilon,
     quantile_scores,
     score_width,
+    warn_if_unreliable,
 )
 
 
@@ -91,11 +91,11 @@ def test_reliable_purchases_are_near_the_quantile():
     """At twice what reliability needs, a thousand purchases stay within a few percentiles of the quantile."""
     size = 20_000
     norms = np.sort(np.random.default_rng(2).lognormal(size=size))
-    epsilon = quantile_epsilon(100.0, size, GRADIENT_QUANTILE)
+    epsilon = quantile_epsilon(100.0, size, QUANTILES["max_grad_norm"])
     random = np.random.default_rng(3)
-    found = [private_quantile(norms, GRADIENT_QUANTILE, epsilon, "add_remove", random) for _ in range(1000)]
+    found = [private_quantile(norms, QUANTILES["max_grad_norm"], epsilon, "add_remove", random) for _ in range(1000)]
     reached = np.searchsorted(norms, found) / size
-    assert np.abs(reached - GRADIENT_QUANTILE).max() < 0.1
+    assert np.abs(reached - QUANTILES["max_grad_norm"]).max() < 0.1
 
 
 def test_a_poor_purchase_fails_often():
@@ -111,8 +111,10 @@ def test_price():
     needed = 2 * (math.log(401) + 5) / (20_000 * 0.2)
     assert quantile_epsilon(1.0, 20_000, 0.8) == pytest.approx(2 * needed)
     assert quantile_epsilon(0.15, 20_000, 0.8) == pytest.approx(0.05 * 0.15)
+    assert quantile_epsilon(0.01, 1000, 0.8) == pytest.approx(0.0005)
+    warn_if_unreliable(1.001 * needed, 20_000, 0.8)  # reliable: silent, or the test would fail
     with pytest.warns(UserWarning, match=r"may come out far from its quantile .* pass max_grad_norm="):
-        assert quantile_epsilon(0.01, 1000, 0.8) == pytest.approx(0.0005)
+        warn_if_unreliable(0.9 * needed, 20_000, 0.8)
 
 
 # --- through the engine ---------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_only_what_is_missing_is_bought(missing):
     engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, criterion=nn.MSELoss(), **given)
     purchase, draw = engine.accountant.releases
     assert purchase.bound == missing
-    assert purchase.quantile == {"max_grad_norm": GRADIENT_QUANTILE, "max_curvature": CURVATURE_QUANTILE}[missing]
+    assert purchase.quantile == QUANTILES[missing]
     assert draw.epsilon == pytest.approx(1.0 - purchase.epsilon_range)
 
 
@@ -272,3 +274,18 @@ def test_purchases_survive_the_ledger(tmp_path):
 def test_the_grid_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         bounds.GRID[0] = 1.0
+
+
+@pytest.mark.parametrize(("delta", "fits"), [(0.0, True), (1e-5, False)])
+def test_a_budget_refuses_bounds_and_draw_together_before_anything_is_charged(delta, fits):
+    """(ε, δ) of a draw and pure purchases exceed the filter for (1, 1e-5) together; a pure request fits exactly."""
+    model, dataset = _task()
+    engine = ExpMQuadEngine(budget=(1.0, 1e-5))
+    options = {"criterion": nn.MSELoss(), "delta": delta, "regularization": 1.0}
+    if fits:
+        engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
+        assert len(engine.accountant) == 3
+    else:
+        with pytest.raises(BudgetExceeded, match="a pure release of at most epsilon="):
+            engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
+        assert len(engine.accountant) == 0
