@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
-import statistics as stats
 import subprocess
 import sys
 import time
@@ -184,16 +184,27 @@ def spawn(name: str, records: int) -> dict | None:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure(names, records: int, rounds: int) -> dict[str, dict]:
-    """Median over interleaved rounds."""
+def measure(names, records: int, rounds: int, log: str | None) -> dict[str, dict]:
+    """Median over interleaved rounds; every single measurement is appended to ``log``, and not made again."""
     found: dict[str, list[dict]] = {name: [] for name in names}
-    for _ in range(rounds):
+    if log and os.path.exists(log):
+        with open(log) as file:
+            for row in map(json.loads, file):
+                if row["records"] == records and row["name"] in found:
+                    found[row["name"]].append(row)
+    for round_number in range(rounds):
         for name in names:
+            if len(found[name]) > round_number:
+                continue
             result = spawn(name, records)
-            if result is not None:
-                found[name].append(result)
+            if result is None:
+                continue
+            found[name].append(result)
+            if log:
+                with open(log, "a") as file:
+                    file.write(json.dumps({"name": name, "records": records, **result}) + "\n")
     return {
-        name: {key: stats.median(r[key] for r in results) for key in ("seconds", "peak_mb")}
+        name: {key: sorted(r[key] for r in results)[len(results) // 2] for key in ("seconds", "peak_mb")}
         for name, results in found.items()
         if results
     }
@@ -246,6 +257,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--log", help="file to which single measurements go, and from which a run is resumed")
     parser.add_argument("--plot", help="PNG file for a bar chart")
     parser.add_argument("--profile", action="store_true", help="profile one exact pass instead")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -256,18 +268,18 @@ def main() -> None:
     if options.profile:
         profile(min(options.records, 4096))
         return
-    found = measure(COMPARED, options.records, options.rounds)
+    found = measure(COMPARED, options.records, options.rounds, options.log)
     print(f"{options.records} records, batch {BATCH}, median of {options.rounds}")
     table(found)
     pair = ("import only", "dp-sgd epoch", "exact sparse 400")
-    double = measure(pair, 2 * options.records, options.rounds)
+    double = measure(pair, 2 * options.records, options.rounds, options.log)
     print(f"{2 * options.records} records")
     table(double)
     growth = double["exact sparse 400"]["seconds"] / found["exact sparse 400"]["seconds"]
     print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
-    other = measure(CURVLINOPS, BATCH, options.rounds)
+    other = measure(CURVLINOPS, BATCH, options.rounds, options.log)
     print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other.items()))
-    scaling = measure(SCALING, SCALING_RECORDS, options.rounds)
+    scaling = measure(SCALING, SCALING_RECORDS, options.rounds, options.log)
     print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
     for name, row in scaling.items():
         print(f"{name:22} {row['seconds']:8.2f} s {row['peak_mb']:8.0f} MB")
