@@ -18,6 +18,8 @@ import sys
 import time
 import warnings
 
+sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]  # or this file is "statistics"
+
 BATCH = 512
 COMPARED = (
     "import only", "plain epoch", "dp-sgd epoch",
