@@ -21,7 +21,7 @@ from opacus_expm.density import BallGaussian
 
 REGIMES = ("inside", "flat", "moderate", "sharp")
 DRAWS = 500
-GIBBS_SWEEPS = 400
+GIBBS_SWEEPS = 200
 
 
 def density(k: int, regime: str) -> BallGaussian:
