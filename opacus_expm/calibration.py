@@ -53,6 +53,24 @@ class Calibration:
     method: str
 
 
+def check_request(epsilon: float, delta: float, radius: float, regularization: float, calibration: str) -> None:
+    """Everything about a request that can be refused before the sensitivity is known.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what to do.
+    """
+    _check.positive("epsilon", epsilon)
+    _check.fraction("delta", delta)
+    _check.positive("radius", radius)
+    _check.non_negative("regularization", regularization)
+    _check.one_of("calibration", calibration, CALIBRATIONS)
+    if calibration == "gaussian" and (delta == 0 or regularization == 0):
+        raise ValueError(
+            f"calibration='gaussian' needs delta > 0 and regularization > 0, got delta={delta!r} and "
+            f"regularization={regularization!r}; use calibration='range', or set both"
+        )
+
+
 def calibrate(
     sensitivity: Sensitivity,
     *,
@@ -80,20 +98,10 @@ def calibrate(
 
     **Privacy:** a function of public numbers; see the module docstring for the proofs.
     """
-    _check.positive("epsilon", epsilon)
-    _check.fraction("delta", delta)
-    _check.positive("radius", radius)
-    _check.non_negative("regularization", regularization)
+    check_request(epsilon, delta, radius, regularization, calibration)
     _check.positive_int("nominal_size", nominal_size)
-    _check.one_of("calibration", calibration, CALIBRATIONS)
-
     width, lipschitz = sensitivity.width(radius), sensitivity.lipschitz(radius)
     ridge = regularization * nominal_size
-    if calibration == "gaussian" and (delta == 0 or ridge == 0):
-        raise ValueError(
-            f"calibration='gaussian' needs delta > 0 and regularization > 0, got delta={delta!r} and "
-            f"regularization={regularization!r}; use calibration='range', or set both"
-        )
     if calibration == "paper":
         delta_u = 2 * radius * sensitivity.max_grad_norm + radius**2 * sensitivity.max_curvature
         candidates = {"paper": epsilon / (2 * delta_u)}

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from opacus_expm import _check, curves, data
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import QUANTILES, Uniforms, private_quantile, quantile_epsilon, warn_if_unreliable
-from opacus_expm.calibration import CALIBRATIONS, Calibration, calibrate
+from opacus_expm.calibration import Calibration, calibrate, check_request
 from opacus_expm.model import check_module, check_resolution
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
@@ -451,18 +451,9 @@ class ExpMQuadEngine:
         calibration: str,
     ) -> None:
         """Everything about a release that can be refused before any data is touched."""
-        _check.positive("epsilon", epsilon)
-        _check.fraction("delta", delta)
-        _check.positive("radius", radius)
-        _check.non_negative("regularization", regularization)
+        check_request(epsilon, delta, radius, regularization, calibration)
         _check.one_of("adjacency", adjacency, ADJACENCIES)
-        _check.one_of("calibration", calibration, CALIBRATIONS)
         self.accountant.check_adjacency(adjacency)
-        if calibration == "gaussian" and (delta == 0 or regularization == 0):
-            raise ValueError(
-                f"calibration='gaussian' needs delta > 0 and regularization > 0, got delta={delta!r} and "
-                f"regularization={regularization!r}; use calibration='range', or set both"
-            )
 
     def _check_budget(
         self, epsilon: float, delta: float, regularization: float, calibration: str, prices: list[float]
