@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
+from opacus_expm._private import PrivateValues
+
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class BallGaussian:
+class BallGaussian(PrivateValues):
     """The density ∝ exp(−½Σ w_j z_j² + b·z) on |z| ≤ R, in an orthonormal basis where the precision is diagonal.
 
     Args:
@@ -123,6 +124,3 @@ class BallGaussian:
 
     def __repr__(self) -> str:
         return f"BallGaussian(dim={self.dim}, radius={self.radius}, private values hidden)"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("BallGaussian holds private data and is not pickled; release a model instead")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, data
+from opacus_expm._private import PrivateValues
 from opacus_expm.bounds import quantile_bounds
 from opacus_expm.criteria import Criterion, make_criterion
 from opacus_expm.density import Array, BallGaussian
@@ -43,7 +44,7 @@ Batches = Iterator[tuple[Any, Tensor]]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Statistics:
+class Statistics(PrivateValues):
     """What one pass over the private data left behind: enough to release models at any ε and radius.
 
     **Privacy:** private data. ``repr`` shows shapes and bounds only, and pickling is refused.
@@ -80,12 +81,9 @@ class Statistics:
             f"nominal_size={self.nominal_size}, sums={self.sums!r})"
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("Statistics hold private data and are not pickled; release a model instead")
-
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Remembered:
+class Remembered(PrivateValues):
     """Norms of every private record and, where they fit into ``CACHE_BYTES``, their quadratics; private data."""
 
     gradient_norms: Array

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from opacus_expm import _check
+from opacus_expm._private import PrivateValues
 from opacus_expm.criteria import Criterion
 
 ADJACENCIES = ("add_remove", "replace_one")
@@ -90,7 +91,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ClippedSums:
+class ClippedSums(PrivateValues):
     """G and S of one pass: private data, to be used by a draw that is charged, and shown to nobody.
 
     **Privacy:** holds private values. ``repr`` shows shapes and bounds only, and pickling is refused.
@@ -113,12 +114,9 @@ class ClippedSums:
             f"max_curvature={self.max_curvature}, private values hidden)"
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("ClippedSums holds private data and is not pickled; release a model instead")
-
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RecordQuadratics:
+class RecordQuadratics(PrivateValues):
     """Gradient g (B, k) and factor B (B, q, k) of each record of a batch, float64, with |g| and ‖H‖₂; private.
 
     ``parallel`` is public: the Jacobian has a single relevant row.
