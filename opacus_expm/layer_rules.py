@@ -106,11 +106,11 @@ def _convolution(
     windows = [_unfolded(layer, x) for x in activations]
 
     def gradients(number: int, backprop: Tensor) -> PerSampleGradients:
-        batch, groups, patch, positions = windows[number].shape
+        batch, groups, positions, patch = windows[number].shape
         d = backprop.reshape(batch * groups, layer.out_channels // groups, positions)
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            product = torch.bmm(d, windows[number].reshape(batch * groups, patch, positions).transpose(1, 2))
+            product = torch.bmm(d, windows[number].reshape(batch * groups, positions, patch))
             found[layer.weight] = product.reshape(batch, *layer.weight.shape)
         if layer.bias is not None and layer.bias in places.starts:
             found[layer.bias] = d.sum(2).reshape(batch, layer.out_channels)
@@ -120,7 +120,7 @@ def _convolution(
 
 
 def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """The input patch of every output position: (B, groups, C/groups · kernel, positions)."""
+    """The input patch of every output position: (B, groups, positions, C/groups · kernel)."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     dims = len(layer.kernel_size)
@@ -128,10 +128,9 @@ def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
         zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
     ):
         x = x.unfold(i, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    # (B, C, positions…, kernel…) → (B, C, kernel…, positions…)
-    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    patch = layer.in_channels // layer.groups * x[0, 0].flatten(0, dims - 1).shape[0]
-    return x.reshape(x.shape[0], layer.groups, patch, -1)
+    # (B, groups, C/groups, positions…, kernel…) → (B, groups, positions…, C/groups, kernel…)
+    x = x.unflatten(1, (layer.groups, -1)).movedim(2, 2 + dims)
+    return x.flatten(2 + dims).flatten(2, 1 + dims)
 
 
 def _embedding(layer: nn.Embedding, activations: list[Tensor], places: Places, rows: int) -> Rule:
