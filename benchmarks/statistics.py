@@ -30,6 +30,8 @@ COMPARED = (
 
 
 CURVLINOPS = ("exact stiefel 20", "curvlinops 20")  # on one batch: without clipping, and one product for each column
+LAPLACE = ("exact stiefel 400", "laplace full")  # on 16 records: the whole p × p matrix is built there
+LAPLACE_RECORDS = 16
 SCALING = ("outputs 2", "outputs 10", "outputs 50", "width 64", "width 256", "width 1024")
 SCALING_RECORDS = 4096
 
@@ -129,6 +131,15 @@ def curvlinops_pass(model, dataset, k: int) -> None:
     a.T @ (operator @ a)
 
 
+def laplace_fit(model, dataset) -> None:
+    """laplace-torch's full Gauss-Newton matrix of all parameters: p × p, p products, no per-sample clipping."""
+    from laplace import Laplace
+    from torch.utils.data import DataLoader
+
+    posterior = Laplace(model, "classification", subset_of_weights="all", hessian_structure="full")
+    posterior.fit(DataLoader(dataset, batch_size=BATCH))
+
+
 def perceptron(kind: str, value: int):
     """A 64-feature perceptron whose number of outputs or hidden width is varied, and its data."""
     import torch
@@ -168,6 +179,7 @@ def run_one(name: str, records: int) -> dict:
             "gradient": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], max_curvature=0.0),
             "naive": lambda m, d: naive_pass(m.eval(), d, int(rest[1])),
             "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),
+            "laplace": lambda m, d: laplace_fit(m.eval(), d),
         }
         start = time.perf_counter()
         actions[kind](model, dataset)
@@ -281,6 +293,11 @@ def main() -> None:
     print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
     other = measure(CURVLINOPS, BATCH, options.rounds, options.log)
     print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other.items()))
+    whole = measure(LAPLACE, LAPLACE_RECORDS, options.rounds, options.log)
+    print(
+        f"{LAPLACE_RECORDS} records: "
+        + ", ".join(f"{n} {r['seconds']:.1f} s, {r['peak_mb']:.0f} MB" for n, r in whole.items())
+    )
     scaling = measure(SCALING, SCALING_RECORDS, options.rounds, options.log)
     print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
     for name, row in scaling.items():
@@ -294,7 +311,8 @@ def main() -> None:
                     "single": found,
                     "double": double,
                     "scaling": scaling,
-                    "other": other,
+                    "curvlinops": other,
+                    "laplace": whole,
                 },
                 file,
                 indent=1,

@@ -74,7 +74,7 @@ class FunctionalRows:
             per_row: dict[str, Tensor] = vmap(pull)(record_cotangents)[0]
             return per_row
 
-        rows = cotangents.new_zeros(batch, count, self._projection.dim)
+        rows = cotangents.new_zeros(batch, count, self._projection.width)
         step = max(1, _MAX_ELEMENTS // (count * self._layout.size))
         for start in range(0, batch, step):
             piece = slice(start, start + step)
@@ -83,7 +83,7 @@ class FunctionalRows:
             out = rows[piece].flatten(0, 1)
             for name, offset in zip(self._layout.names, self._layout.offsets, strict=True):
                 self._projection.add_projected(out, found[name].detach().reshape(out.shape[0], -1), offset)
-        return rows
+        return self._projection.finish(rows)
 
     def _separate_graphs(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The same by plain autograd, one graph a record."""
@@ -94,14 +94,14 @@ class FunctionalRows:
             outputs = [outputs_of(call(self._module, take(inputs, slice(i, i + 1))))[0] for i in range(count)]
 
         def pull_back(cotangents: Tensor) -> Tensor:
-            rows = cotangents.new_zeros(*cotangents.shape[:2], self._projection.dim)
+            rows = cotangents.new_zeros(*cotangents.shape[:2], self._projection.width)
             for output, record_cotangents, out in zip(outputs, cotangents, rows, strict=True):
                 for cotangent, row in zip(record_cotangents, torch.split(out, 1), strict=True):
                     found = torch.autograd.grad(output, parameters, cotangent, retain_graph=True, allow_unused=True)
                     for gradient, offset in zip(found, self._layout.offsets, strict=True):
                         if gradient is not None:
                             self._projection.add_projected(row, gradient.reshape(1, -1), offset)
-            return rows
+            return self._projection.finish(rows)
 
         return torch.stack(outputs).detach(), pull_back
 

@@ -139,7 +139,8 @@ class ProjectedGradSampleModule(GradSampleModule):
         """Rows for every cotangent: one backward pass each, on the one graph."""
         batch, count = cotangents.shape[:2]
         # Row-major in r, so that each row's block is contiguous.
-        rows = outputs.new_zeros(count, batch, self._places.projection.dim)
+        projection = self._places.projection
+        rows = outputs.new_zeros(count, batch, projection.width)
         for layer_call in calls:
             if layer_call.activation._version != layer_call.version:
                 raise HooksCannotServe(f"the input of layer {self._name(layer_call.layer)} is changed in place")
@@ -149,7 +150,7 @@ class ProjectedGradSampleModule(GradSampleModule):
         rules = {layer: self._rule(layer, [calls[i].activation for i in at], count) for layer, at in by_layer.items()}
         edges = [layer_call.edge for layer_call in calls]
         if not calls:  # no layer was called: hooks see nothing
-            return rows.transpose(0, 1)
+            return projection.finish(rows).transpose(0, 1)
         for row, cotangent in zip(rows, cotangents.unbind(1), strict=True):
             backprops = torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True)
             for layer, at in by_layer.items():
@@ -158,7 +159,7 @@ class ProjectedGradSampleModule(GradSampleModule):
                     continue
                 self._check_batch(layer, [calls[i].activation for i in at], found, batch)
                 rules[layer](row, found)
-        return rows.transpose(0, 1)
+        return projection.finish(rows).transpose(0, 1)
 
     def _check_batch(
         self, layer: nn.Module, activations: Sequence[Tensor], backprops: Sequence[Tensor | None], batch: int
@@ -240,10 +241,11 @@ def _probe(
     with torch.enable_grad():
         summed = (outputs_of(call(module, inputs)) * cotangents).sum()
         whole = torch.autograd.grad(summed, [named[n] for n in layout.names], allow_unused=True)
-    expected = torch.zeros_like(rows)[None]
+    expected = rows.new_zeros(1, projection.width)
     for gradient, start in zip(whole, layout.offsets, strict=True):
         if gradient is not None:
             projection.add_projected(expected, gradient.reshape(1, -1), start)
+    expected = projection.finish(expected)
     tolerance = 1e-3 * float(expected.abs().max())
     if not torch.allclose(rows, expected[0], rtol=0, atol=tolerance, equal_nan=True):
         raise HooksCannotServe("a parameter takes part outside the hooked layers, so hooks would miss its gradient")

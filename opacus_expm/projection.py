@@ -3,9 +3,9 @@
 With A ∈ R^{p×k}, ``project`` is v → Aᵀv and ``lift`` is ξ → Aξ; both work on any run of consecutive
 coordinates, so that a layer's gradients can be projected and dropped before the next layer's exist.
 
-**Privacy:** a projection is computed from a public seed and the number of parameters alone, never from
-the private data. Gradients and curvature are clipped after it, so the guarantee needs neither
-orthonormal columns nor an exact map.
+**Privacy:** a projection is computed from a public seed, the number of parameters and possibly public data
+(``public_curvature``), never from the private data. Gradients and curvature are clipped after it, so the guarantee
+needs neither orthonormal columns nor an exact map.
 
 The random stream is that of numpy's Philox generator, produced on the CPU: the same seed gives the same
 map in every process and on every device (up to rounding for ``stiefel``, whose columns come from LAPACK).
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opacus_expm import _check
 
-KINDS = ("stiefel", "sparse")
+KINDS = ("stiefel", "sparse", "public", "preconditioned")
 
 
 class Projection(Protocol):
@@ -44,8 +44,12 @@ class Projection(Protocol):
     def dim(self) -> int:
         """k, the number of coordinates after projection."""
 
+    @property
+    def width(self) -> int:
+        """Number of columns of ``out`` below: k, or more where the map is finished at the end."""
+
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
-        """Add Aᵀ(rows) to ``out`` (N, k), for rows (N, q) at coordinates start … start+q."""
+        """Add Aᵀ(rows) to ``out`` (N, width), for rows (N, q) at coordinates start … start+q."""
 
     def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
         """The same for the rows of a table (count, d) at ``start`` in which row ``index[n, t]`` has ``values[n, t]``.
@@ -53,21 +57,25 @@ class Projection(Protocol):
         Equal indices add up; ``values`` is (N, T, d), ``index`` (N, T).
         """
 
+    def finish(self, out: Tensor) -> Tensor:
+        """(…, width) → (…, k), once all coordinates were added."""
+
     def lift(self, coordinates: Tensor) -> Tensor:
         """Aξ ∈ R^p for coordinates ξ ∈ R^k."""
 
 
 @dataclass(frozen=True)
 class Stiefel:
-    """Dense orthonormal columns, uniform on the Stiefel manifold: QR of a Gaussian matrix, O(pk) memory.
+    """Dense orthonormal columns, O(pk) memory: random, or leading eigenvectors of the curvature on public data.
 
-    The signs of R's diagonal are moved into the columns; without this the distribution would be that of
-    LAPACK's convention instead of the uniform one.
+    ``generate`` draws them uniformly on the Stiefel manifold, as the QR factor of a Gaussian matrix. The signs of R's
+    diagonal are moved into the columns; without this the distribution would be that of LAPACK's convention instead of
+    the uniform one.
     """
 
     matrix: Tensor = field(repr=False)
-    seed: int
-    kind: str = field(default="stiefel", init=False)
+    seed: int | None
+    kind: str = "stiefel"
 
     @classmethod
     def generate(cls, size: int, dim: int, seed: int, device: torch.device, dtype: torch.dtype) -> Stiefel:
@@ -87,6 +95,11 @@ class Stiefel:
         """K."""
         return self.matrix.shape[1]
 
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.dim
+
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Add rows · A[start : start+q]."""
         torch.addmm(out, rows, self.matrix[start : start + rows.shape[1]], out=out)
@@ -94,6 +107,10 @@ class Stiefel:
     def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
         """Through the dense table."""
         self.add_projected(out, _table(values, index, count), start)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Nothing is left to do."""
+        return out
 
     def lift(self, coordinates: Tensor) -> Tensor:
         """Aξ."""
@@ -129,6 +146,11 @@ class Sparse:
         """P."""
         return self.bucket.shape[0]
 
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.dim
+
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Add each signed coordinate to its bucket."""
         place = slice(start, start + rows.shape[1])
@@ -140,6 +162,10 @@ class Sparse:
         place, shape = slice(start, start + count * values.shape[2]), (count, values.shape[2])
         signed = values * self.weight[place].view(shape)[index]
         out.scatter_add_(1, self.bucket[place].view(shape)[index].flatten(1).long(), signed.flatten(1))
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Nothing is left to do."""
+        return out
 
     def lift(self, coordinates: Tensor) -> Tensor:
         """Copy each bucket's value to its coordinates, signed and scaled."""
@@ -159,6 +185,11 @@ class FullSpace:
         """Dimension k = p."""
         return self.size
 
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.dim
+
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Copy the rows to their place."""
         out[:, start : start + rows.shape[1]] += rows
@@ -167,9 +198,80 @@ class FullSpace:
         """Copy the table to its place."""
         self.add_projected(out, _table(values, index, count), start)
 
+    def finish(self, out: Tensor) -> Tensor:
+        """Nothing is left to do."""
+        return out
+
     def lift(self, coordinates: Tensor) -> Tensor:
         """ξ itself."""
         return coordinates
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """A = M·P: a projection P seen through public curvature, so that one radius and one bound suit all directions.
+
+    With leading eigenpairs (h, V) of the Gauss-Newton matrix on public data and a damping h₀ > 0,
+
+        M = I − V diag(1 − (1 + h/h₀)^{−1/2}) Vᵀ,
+
+    so that MMᵀ = (I + V diag(h) Vᵀ/h₀)^{−1}: the ball |ξ| ≤ R is a trust region in a damped Newton metric. The columns
+    are not orthonormal and need not be. O(p·rank) memory. Block by block, Pᵀv and Vᵀv are added up side by side, and
+    Aᵀv = Pᵀv − (PᵀV) diag(…) (Vᵀv) is finished at the end.
+    """
+
+    base: Projection
+    vectors: Tensor = field(repr=False)
+    shrinkage: Tensor = field(repr=False)
+    projected_vectors: Tensor = field(repr=False)
+    kind: str = field(default="preconditioned", init=False)
+
+    @classmethod
+    def build(cls, base: Projection, vectors: Tensor, eigenvalues: Tensor, damping: float) -> Preconditioned:
+        """From eigenvectors (p, rank) and eigenvalues (rank,)."""
+        shrinkage = 1 - (1 + eigenvalues / damping).rsqrt()
+        projected = vectors.new_zeros(vectors.shape[1], base.width)
+        base.add_projected(projected, vectors.T.contiguous(), 0)
+        return cls(base, vectors, shrinkage.to(vectors), base.finish(projected))
+
+    @property
+    def seed(self) -> int | None:
+        """Of the projection P."""
+        return self.base.seed
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.base.size
+
+    @property
+    def dim(self) -> int:
+        """K."""
+        return self.base.dim
+
+    @property
+    def width(self) -> int:
+        """Both parts side by side."""
+        return self.base.dim + self.vectors.shape[1]
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Add Pᵀv and Vᵀv."""
+        self.base.add_projected(out[:, : self.dim], rows, start)
+        out[:, self.dim :] += rows @ self.vectors[start : start + rows.shape[1]]
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Through the dense table."""
+        self.add_projected(out, _table(values, index, count), start)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Pᵀv − (PᵀV) diag(…) (Vᵀv)."""
+        along = out[..., self.dim :] * self.shrinkage
+        return out[..., : self.dim] - along @ self.projected_vectors
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """M(Pξ)."""
+        plain = self.base.lift(coordinates).to(self.vectors)
+        return plain - self.vectors @ (self.shrinkage * (self.vectors.T @ plain))
 
 
 def _table(values: Tensor, index: Tensor, count: int) -> Tensor:
@@ -182,7 +284,7 @@ def _table(values: Tensor, index: Tensor, count: int) -> Tensor:
 def make_projection(
     kind: str, size: int, dim: int | None, seed: int, *, device: torch.device, dtype: torch.dtype
 ) -> Projection:
-    """A projection of the given kind, or the identity where ``dim`` is None.
+    """A random projection, or the identity where ``dim`` is None.
 
     Args:
         kind: ``"stiefel"`` (dense, the paper's) or ``"sparse"`` (O(p) memory).
@@ -195,14 +297,19 @@ def make_projection(
     Raises:
         ValueError: an unknown kind, or k > p.
     """
-    _check.one_of("projection", kind, KINDS)
+    _check.one_of("projection", kind, ("stiefel", "sparse"))
     if dim is None:
         return FullSpace(size)
+    check_dim(dim, size)
+    build = Stiefel.generate if kind == "stiefel" else Sparse.generate
+    return build(size, dim, seed, device, dtype)
+
+
+def check_dim(dim: int, size: int) -> None:
+    """Raise unless 1 ≤ k ≤ p."""
     _check.positive_int("proj_dim", dim)
     if dim > size:
         raise ValueError(
             f"proj_dim must be at most the number of trainable parameters, {size}, got {dim}; "
             "pass proj_dim=None to work in the full space"
         )
-    build = Stiefel.generate if kind == "stiefel" else Sparse.generate
-    return build(size, dim, seed, device, dtype)
