@@ -22,11 +22,17 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
-from opacus_expm.sums import ADJACENCIES
+from opacus_expm.sums import ADJACENCIES, CLIPPINGS
+
+BOUNDS = ("given", "public", "bought", "paper")
 
 
 class BudgetExceeded(ValueError):
     """An event would exceed the declared budget; nothing was charged or released."""
+
+
+class NoGuarantee(ValueError):
+    """The ledger holds a release whose bounds were read off the private data: no ε can be stated."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Release:
         epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP.
         mu: parameter of Gaussian differential privacy, possibly infinite.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
-        epsilon: budget that was asked for.
-        delta: budget that was asked for.
+        epsilon: budget that was asked for, for all rounds of the plan together.
+        delta: likewise.
         calibration: which calibration was used.
         radius: R.
         regularization: λ.
@@ -50,6 +56,11 @@ class Release:
         seed: public seed of the projection, None where nothing is random.
         sampler: how the draw was made.
         failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
+        bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
+            data, in which case there is **no guarantee**.
+        clipping: ``"separate"`` or ``"joint"``.
+        round: which draw of its plan.
+        rounds: how many draws the plan has.
     """
 
     epsilon_range: float
@@ -68,6 +79,10 @@ class Release:
     seed: int | None
     sampler: str = "exact"
     failure_probability: float = 0.0
+    bounds: str = "given"
+    clipping: str = "separate"
+    round: int = 1
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         if self.mu != math.inf:
@@ -79,8 +94,10 @@ class Release:
             _check.non_negative(name, getattr(self, name))
         for name in ("delta", "failure_probability"):
             _check.fraction(name, getattr(self, name))
-        for name in ("nominal_size", "proj_dim"):
+        for name in ("nominal_size", "proj_dim", "round", "rounds"):
             _check.positive_int(name, getattr(self, name))
+        _check.one_of("bounds", self.bounds, BOUNDS)
+        _check.one_of("clipping", self.clipping, CLIPPINGS)
         for name in ("calibration", "projection", "sampler"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
@@ -186,6 +203,7 @@ class ExpMAccountant(IAccountant):
         self.releases: list[Release | Purchase] = []
         self.budget = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        self._plan: _Plan | None = None
         self._refresh()
 
     def record(self, release: Release | Purchase) -> None:
@@ -200,34 +218,52 @@ class ExpMAccountant(IAccountant):
             raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
         with self._exclusive():
             self._check_adjacency(release.adjacency)
-            self._check_budget([[release]], release.epsilon, release.delta)
+            planned = self._plan is not None and self._plan.holds(release, self.releases, self.history)
+            if not planned:
+                self._check_budget([[release]], release.epsilon, release.delta)
             if self._file is not None:
                 self._file.append({"release": release.to_dict()})
             self.releases.append(release)
+            if self._plan is not None:
+                self._plan.charged(release)
+
+    @contextmanager
+    def planned(self, alternatives: Sequence[Sequence[Event]], epsilon: float, delta: float) -> Iterator[None]:
+        """Several charges fixed in advance, admitted to the budget together or not at all.
+
+        Args:
+            alternatives: what will be charged is one of these lists, which one being decided by public numbers or by
+                what the first of them bought; every one has to fit the budget.
+            epsilon: what was asked for, for the message.
+            delta: likewise.
+
+        Raises:
+            BudgetExceeded: one of the lists does not fit; nothing was charged.
+
+        Inside the context, charges that follow the plan are not judged one by one. Should another process charge the
+        same ledger in between, they are again.
+        """
+        self._refresh()
+        for plan in alternatives:
+            self._check_budget([plan], epsilon, delta)
+        self._plan = _Plan(alternatives, list(self.releases), list(self.history))
+        try:
+            yield
+        finally:
+            self._plan = None
 
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
-        self.check_budget([[release]], release.epsilon, release.delta)
+        self._check_budget([[release]], release.epsilon, release.delta)
 
     def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
-        if self.budget is None or any(self.budget.admits([*self.releases, *p], self.history) for p in plans):
+        if self.budget is None or any(self.budget.admits_plan(self.releases, self.history, p) for p in plans):
             return
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
             f"delta={self.budget.delta:g}; a pure release of at most epsilon={self._remaining():g} still fits"
         )
-
-    def check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
-        """Raise ``BudgetExceeded`` if no plan would fit; nothing changes.
-
-        Args:
-            plans: lists of events, one of which a request may turn out to need.
-            epsilon: what was asked for, for the message.
-            delta: likewise.
-        """
-        self._refresh()
-        self._check_budget(plans, epsilon, delta)
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
@@ -295,9 +331,17 @@ class ExpMAccountant(IAccountant):
         Args:
             delta: δ in [0, 1); 0 for the pure guarantee, infinite if there were DP-SGD steps.
             return_method: also give the name of the bound.
+
+        Raises:
+            NoGuarantee: a release's bounds were read off the private data.
         """
         _check.fraction("delta", delta)
         self._refresh()
+        if any(isinstance(r, Release) and r.bounds == "paper" for r in self.releases):
+            raise NoGuarantee(
+                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
+                "no epsilon can be stated for this ledger"
+            )
         total = total_epsilon(self.releases, self.history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
@@ -384,6 +428,32 @@ class PlannedEvent:
     epsilon_range: float
     mu: float = math.inf
     failure_probability: float = 0.0
+
+
+class _Plan:
+    """Charges that were fixed in advance, and how far they have come."""
+
+    def __init__(self, alternatives: Sequence[Sequence[Event]], releases: list[Event], history: list[Steps]):
+        self._open = [list(plan) for plan in alternatives]
+        self._expected, self._history = releases, history
+
+    def holds(self, event: Event, releases: Sequence[Event], history: Sequence[Steps]) -> bool:
+        """Whether the ledger is as the plan left it, and the event is the next of one of the lists."""
+        undisturbed = list(releases) == self._expected and list(history) == self._history
+        return undisturbed and any(plan and _within(event, plan[0]) for plan in self._open)
+
+    def charged(self, event: Event) -> None:
+        """Cross the event off."""
+        self._expected.append(event)
+        self._open = [plan[1:] for plan in self._open if plan and _within(event, plan[0])]
+
+
+def _within(event: Event, planned: Event) -> bool:
+    """Whether an event costs no more than was planned, by its range or by its μ."""
+    slack = 1 + 1e-9
+    pairs = ((event.epsilon_range, planned.epsilon_range), (event.mu, planned.mu))
+    cheap = any(math.isfinite(allowed) and cost <= allowed * slack for cost, allowed in pairs)
+    return cheap and event.failure_probability <= planned.failure_probability
 
 
 def _budget(budget: tuple[float, float]) -> Filter:

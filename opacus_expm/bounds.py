@@ -1,10 +1,11 @@
 """Where the clipping bounds C_g and C_H come from.
 
 * **Given** by the user as public constants.
-* **Measured on public data**, such as the pretraining set: quantiles of |g_i| and ‖H_i‖₂ there (``quantile_bounds``).
-  Public because the data is. Never pass private data as public.
+* **Measured on public data**, such as the pretraining set: quantiles of |g_i| and ‖H_i‖₂ there. Public because the data
+  is. Never pass private data as public.
 * **Bought**: private quantiles of the private records' norms (``private_quantile``), charged to the ledger and taken out
   of the draw's budget.
+* **Read off the private data** and inflated, the source paper's practice: **not private**, offered to reproduce the paper.
 
 The 80 % quantile of |g_i| and the median of ‖H_i‖₂ are taken: clipping a fifth of the gradients costs little; curvature
 is clipped harder, because its bound enters the noise together with the radius.
@@ -31,14 +32,6 @@ class Uniforms(Protocol):
 
     def random(self, count: int) -> Array:
         """Uniform on [0, 1)."""
-
-
-def quantile_bounds(gradient_norms: Array, curvature_norms: Array) -> tuple[float, float]:
-    """The two quantiles as they are: for public data only."""
-    return (
-        float(np.quantile(gradient_norms, QUANTILES["max_grad_norm"])),
-        float(np.quantile(curvature_norms, QUANTILES["max_curvature"])),
-    )
 
 
 def quantile_epsilon(epsilon: float, nominal_size: int, quantile: float) -> float:

@@ -18,6 +18,9 @@ Three calibrations, all of them functions of public numbers only:
     with the bounds enforced by clipping. It spends less than ε (half of it, under add/remove); the ledger
     records what it really spends.
 
+Several draws from one budget (``allowances``) are fixed in advance: of a pure budget each of T draws gets ε/T; of an (ε, δ)
+budget the same μ/√T, where μ is that of (ε, δ), so that √Σμ² is the target exactly.
+
 N is a public constant: the comparison is between D and D∪{z} run with the same N. If N followed the data, the λN
 term would change between neighbours and the statements above would be false.
 """
@@ -25,6 +28,7 @@ term would change between neighbours and the statements above would be false.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opacus_expm import _check, curves
@@ -53,7 +57,73 @@ class Calibration:
     method: str
 
 
-def check_request(epsilon: float, delta: float, radius: float, regularization: float, calibration: str) -> None:
+@dataclass(frozen=True)
+class Allowance:
+    """What one draw may cost: a range, or alternatively a μ; either keeps the whole plan within its budget.
+
+    Attributes:
+        epsilon: share of a pure budget.
+        epsilon_range: largest range.
+        mu: largest μ, 0 where none is allowed.
+    """
+
+    epsilon: float
+    epsilon_range: float
+    mu: float
+
+
+def allowances(
+    epsilon: float, delta: float, *, prices: Sequence[float] = (), rounds: int = 1, ridge: bool = True
+) -> list[Allowance]:
+    """The ways to split a budget over purchases of bounds and ``rounds`` equal draws.
+
+    With purchases of pure ε₁, … the draws together have ε − Σε₁ (basic composition), or, in Gaussian terms, μ with
+    μ² = μ(ε, δ)² − Σμ(ε₁)² (``curves.bounded_range_mu``). Which way is taken may depend on public numbers only; bought
+    bounds are none. So where bounds are bought there is one way: for one draw, the remaining (ε, δ), by range or by μ; for
+    several, the Gaussian split, in which a draw by range is limited to what is as hard to tell apart as μ (for a pure
+    budget, or without a ridge, the pure split).
+
+    Args:
+        epsilon: ε of the whole.
+        delta: δ of the whole.
+        prices: ε₁ of each bound that is bought.
+        rounds: T.
+        ridge: whether λ > 0, so that a draw can be Gaussian.
+    """
+    left = remainder(epsilon, math.fsum(prices))
+    pure = Allowance(left / rounds, left / rounds, 0.0)
+    if delta == 0:
+        return [pure]
+    if rounds == 1:
+        return [Allowance(left, curves.bounded_range_for(left, delta), curves.gaussian_mu(left, delta))]
+    spent = math.hypot(*map(curves.bounded_range_mu, prices))
+    mu = curves.gaussian_mu(epsilon, delta)
+    mu = math.sqrt((mu - spent) * (mu + spent) / rounds) * (1 - 1e-12) if spent < mu else 0.0
+    gaussian = Allowance(left / rounds, curves.bounded_range_within(mu), mu)
+    if prices:
+        return [gaussian if ridge and mu > 0 else pure]
+    return [pure, gaussian]
+
+
+def remainder(epsilon: float, spent: float) -> float:
+    """ε minus what was spent, rounded so that the two do not add up to more than ε."""
+    left = epsilon - spent
+    while math.fsum((left, spent)) > epsilon:
+        left = math.nextafter(left, 0.0)
+    return left
+
+
+def default_regularization(max_grad_norm: float, radius: float) -> float:
+    """λ = C_g/R: the least ridge for which the ball is never in the way of the mean.
+
+    |(S + λN)⁻¹G| ≤ |G|/(λN) ≤ C_g/λ for at most N records, whatever the curvature: even where clipping has made it vanish,
+    the step −(S + λN)⁻¹G cannot overshoot the radius that was asked for. It is the source paper's rule R = ḡ/(λ + e_min)
+    [eq:defRbar] with e_min = 0, solved for λ, and a function of public numbers.
+    """
+    return max_grad_norm / radius
+
+
+def check_request(epsilon: float, delta: float, radius: float, regularization: float | None, calibration: str) -> None:
     """Everything about a request that can be refused before the sensitivity is known.
 
     Raises:
@@ -62,7 +132,8 @@ def check_request(epsilon: float, delta: float, radius: float, regularization: f
     _check.positive("epsilon", epsilon)
     _check.fraction("delta", delta)
     _check.positive("radius", radius)
-    _check.non_negative("regularization", regularization)
+    if regularization is not None:
+        _check.non_negative("regularization", regularization)
     _check.one_of("calibration", calibration, CALIBRATIONS)
     if calibration == "gaussian" and (delta == 0 or regularization == 0):
         raise ValueError(
@@ -99,24 +170,43 @@ def calibrate(
     **Privacy:** a function of public numbers; see the module docstring for the proofs.
     """
     check_request(epsilon, delta, radius, regularization, calibration)
+    return calibrate_within(
+        allowances(epsilon, delta)[0],
+        sensitivity,
+        radius=radius,
+        regularization=regularization,
+        nominal_size=nominal_size,
+        calibration=calibration,
+    )
+
+
+def calibrate_within(
+    allowance: Allowance,
+    sensitivity: Sensitivity,
+    *,
+    radius: float,
+    regularization: float,
+    nominal_size: int,
+    calibration: str = "auto",
+) -> Calibration:
+    """The largest c of a draw that costs no more than allowed. Arguments as in ``calibrate``."""
     _check.positive_int("nominal_size", nominal_size)
     width, lipschitz = sensitivity.width(radius), sensitivity.lipschitz(radius)
     ridge = regularization * nominal_size
     if calibration == "paper":
         delta_u = 2 * radius * sensitivity.max_grad_norm + radius**2 * sensitivity.max_curvature
-        candidates = {"paper": epsilon / (2 * delta_u)}
+        candidates = {"paper": allowance.epsilon / (2 * delta_u)}
     else:
         candidates = {}
         if calibration != "gaussian":
-            candidates["range"] = curves.bounded_range_for(epsilon, delta) / width
-        if calibration != "range" and delta > 0 and ridge > 0:
-            candidates["gaussian"] = ridge * (curves.gaussian_mu(epsilon, delta) / lipschitz) ** 2
+            candidates["range"] = allowance.epsilon_range / width
+        if calibration != "range" and allowance.mu > 0 and ridge > 0:
+            candidates["gaussian"] = ridge * (allowance.mu / lipschitz) ** 2
     method = max(candidates, key=lambda name: candidates[name])
     c = candidates[method]
     # The target itself where c came from it, so that the ledger shows the round number that was asked for.
-    epsilon_range = curves.bounded_range_for(epsilon, delta) if method == "range" else c * width
+    epsilon_range = allowance.epsilon_range if method == "range" else c * width
+    mu = lipschitz * math.sqrt(c / ridge) if ridge > 0 else math.inf
     if method == "gaussian":
-        mu = curves.gaussian_mu(epsilon, delta)
-    else:
-        mu = lipschitz * math.sqrt(c / ridge) if ridge > 0 else math.inf
+        mu = allowance.mu
     return Calibration(c * (1 - _ROUNDING_MARGIN), epsilon_range, mu, method)

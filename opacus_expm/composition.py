@@ -6,7 +6,8 @@ An event is an exponential-mechanism release, given by (ε_range, μ), or a run 
 * ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
 * ``basic``: one release at δ by its own curve, the others pure.
-* ``gdp``: Gaussian composition √Σμ², where every event is a release with finite μ.
+* ``gdp``: Gaussian composition √Σμ² of releases, μ being the release's own or that of its range
+  (``curves.bounded_range_mu``), whichever is less.
 * ``rdp``: Rényi curves added and converted; a release's is the smaller of its bounded-range and its Gaussian curve.
 * ``prv``: numerical composition with Opacus's machinery, on the upper side of its error. A release is represented by a
   pair of laws that dominates it. For the bounded-range side: the (ε′, δ) curve h(γ) = (1 − √γ·e^{−ε/2})²/(1 − e^{−ε}),
@@ -115,14 +116,25 @@ def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
         if len(events) == 1 and not steps:
             candidates.append(Total(curves.bounded_range_epsilon(pure, delta), "exact"))
         if len(events) > 1 and not steps:
-            saved = max(e.epsilon_range - _single_epsilon(e, delta) for e in events)
-            candidates.append(Total(pure - saved, "basic"))
+            candidates.append(Total(_basic_epsilon(events, delta), "basic"))
         if events and not steps:
-            mu = math.hypot(*(e.mu for e in events))
-            candidates.append(Total(curves.gaussian_epsilon(mu, delta), "gdp"))
+            candidates.append(Total(curves.gaussian_epsilon(_gaussian_total(events), delta), "gdp"))
         if steps or len(events) > 1:
             candidates.append(Total(_prv_epsilon(events, steps, delta), "prv"))
     return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
+
+
+def _basic_epsilon(events: Sequence[Event], delta: float) -> float:
+    """The one event that gains most from δ by its own curve, the others pure."""
+    gains = [(e.epsilon_range - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
+    chosen = max(gains)[1]
+    others = math.fsum(e.epsilon_range for i, e in enumerate(events) if i != chosen)
+    return others + _single_epsilon(events[chosen], delta)
+
+
+def _gaussian_total(events: Sequence[Event]) -> float:
+    """√Σμ²."""
+    return math.hypot(*(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) for e in events))
 
 
 def _single_epsilon(event: Event, delta: float) -> float:
@@ -216,7 +228,8 @@ def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
     ranges: list[Pair] = [BoundedRangePRV(e.epsilon_range) for e in events]
     mus = [GaussianPRV(e.mu) if math.isfinite(e.mu) else BoundedRangePRV(e.epsilon_range) for e in events]
     choices = [ranges] if ranges == mus else [ranges, mus]
-    return min(_composed_epsilon(pairs, steps, delta) for pairs in choices)
+    finite = [pairs for pairs in choices if BoundedRangePRV(math.inf) not in pairs]
+    return min((_composed_epsilon(pairs, steps, delta) for pairs in finite), default=math.inf)
 
 
 def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: float) -> float:
@@ -268,9 +281,9 @@ class Filter:
     the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for pure
     budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022). Their
     union is valid when δ is shared among those that need one: which conditions held is a function of the outputs,
-    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up. A first event is
-    chosen before any output exists; if it fits the budget by its own (ε, δ) curve it passes too, and if it passes by
-    that alone, nothing passes after it, because the other conditions only get harder.
+    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up. The first events
+    that are planned together are fixed before any output exists; if their total (``total_epsilon``) fits the budget they
+    pass too, and if they pass by that alone, nothing passes after them, because the other conditions only get harder.
     """
 
     epsilon: float
@@ -298,5 +311,11 @@ class Filter:
                 return True
         if steps:
             return False
-        mu = math.hypot(*(e.mu for e in events))
+        mu = _gaussian_total(events)
         return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share
+
+    def admits_plan(self, events: Sequence[Event], steps: Sequence[Steps], plan: Sequence[Event]) -> bool:
+        """Whether the planned events, fixed in advance, are within the budget after what was spent."""
+        if not events and not steps and total_epsilon(plan, [], self.delta).epsilon <= self.epsilon * (1 + 1e-12):
+            return True
+        return self.admits([*events, *plan], steps)

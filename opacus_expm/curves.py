@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
+from scipy.special import log_ndtr, ndtr, ndtri_exp
 
 _STEP_TO_SAFETY = 1e-12  # relative step taken from a numerical root towards more privacy
 _MAX_MU = 1e4  # beyond it ε exceeds 5e7 for every useful δ: no statement is made rather than an imprecise one
@@ -73,6 +73,27 @@ def bounded_range_rdp(epsilon_range: float, order: float) -> float:
     exact = eps + log_y + (log_gap(a * eps) - math.log(a) - log_gap(eps)) / (a - 1)
     # The closed form cancels for tiny ε: a rounding margin above it, and two bounds that always hold.
     return min(eps, a * eps * eps / 8, exact + 1e-13)
+
+
+def bounded_range_mu(epsilon_range: float) -> float:
+    """Least μ for which every ε_range-bounded-range release is μ-GDP: 2Φ⁻¹(1/(1 + e^{−ε/2})).
+
+    For a pair of neighbours whose privacy loss lies in [t−ε, t], the trade-off function has slopes in [−e^t, −e^{t−ε}] and
+    joins (0, 1) to (1, 0), so it is at least the larger of 1 − e^t·α and e^{t−ε}(1−α). The convex curve of two unit
+    Gaussians at distance μ is below that for every t if the chords from each of its points (q, 1−p) to (0, 1) and
+    (1, 0) have log-slopes that differ by at least ε, that is logit p − logit q ≥ ε. There p = Φ(x+μ), q = Φ(x), and the
+    derivative of logit Φ is φ/(Φ(1−Φ)) = h(x) + h(−x) with the normal hazard h, which is convex (Sampford 1953): the
+    derivative is even and grows with |x|, so the difference is least at x = −μ/2, where it is 2 logit Φ(μ/2).
+
+    >>> round(bounded_range_mu(1.0), 6)
+    0.623157
+    """
+    return -2 * float(ndtri_exp(-math.log1p(math.exp(min(epsilon_range, 1000.0) / 2))))
+
+
+def bounded_range_within(mu: float) -> float:
+    """Largest ε_range whose release is μ-GDP: 2 logit Φ(μ/2), the inverse of ``bounded_range_mu``."""
+    return 2 * float(log_ndtr(mu / 2) - log_ndtr(-mu / 2)) * (1 - _STEP_TO_SAFETY)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:

@@ -10,11 +10,16 @@ One pass over the data serves every ε and, the bounds being fixed, every radius
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+import inspect
 import math
 import os
+import secrets
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -22,17 +27,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, curves, data
+from opacus_expm import _check, data
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import QUANTILES, Uniforms, private_quantile, quantile_epsilon, warn_if_unreliable
-from opacus_expm.calibration import Calibration, calibrate, check_request
+from opacus_expm.calibration import (
+    Allowance,
+    Calibration,
+    allowances,
+    calibrate_within,
+    check_request,
+    default_regularization,
+)
 from opacus_expm.model import check_module, check_resolution
+from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
-from opacus_expm.sums import ADJACENCIES
+from opacus_expm.sums import ADJACENCIES, CLIPPINGS
 
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
+PUBLIC_RANK = 400  # eigenpairs of the public curvature
+_WIDE_BYTES = 2**28  # of full-space rows at a time
+P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
@@ -78,26 +94,32 @@ class ExpMQuadEngine:
             raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
         self.secure_mode = bool(secure_mode)
+        self._curvatures: dict[tuple[Any, ...], tuple[DataLoader[Any], PublicCurvature]] = {}
 
     def make_private_expm(
         self,
         model: nn.Module,
         loader: DataLoader[Any],
         epsilon: float,
-        radius: float,
+        radius: float | Sequence[float],
         proj_dim: int | None,
         *,
         delta: float = 0.0,
         criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        rounds: int = 1,
         max_grad_norm: float | None = None,
         max_curvature: float | None = None,
         public_loader: DataLoader[Any] | None = None,
-        regularization: float = 0.0,
+        bounds: str | None = None,
+        clipping: str = "separate",
+        regularization: float | None = None,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
         projection: str = "stiefel",
         projection_seed: int | None = None,
+        public_rank: int = PUBLIC_RANK,
+        damping: float | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -105,27 +127,38 @@ class ExpMQuadEngine:
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
     ) -> nn.Module:
-        """Fine-tune ``model`` privately on ``loader``: one pass, one draw, one charge.
+        """Fine-tune ``model`` privately on ``loader``: one pass, one draw, one charge (or one of each a round).
 
         Args:
             model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
             loader: private data as (input, target) batches, every record once (see ``opacus_expm.data``).
             epsilon: ε > 0.
-            radius: R > 0, how far the parameters may move, in Euclidean norm. Not to be read off the private data.
+            radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
+                read off the private data.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             delta: δ in [0, 1); 0 gives pure ε-DP.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
+            rounds: T: each round starts from the last one's release, with statistics gathered there, on a fresh subspace.
+                The budget is split in advance: ε/T each, or of an (ε, δ) budget μ/√T each.
             max_grad_norm: C_g, bound on one record's projected gradient.
-            max_curvature: C_H, bound on one record's projected curvature; 0 uses no private curvature.
+            max_curvature: C_H, bound on one record's projected curvature; 0 uses no private curvature, the default with
+                ``projection="preconditioned"``.
             public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
                 private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε.
-            regularization: λ ≥ 0, ridge per record on |ξ|².
+            bounds: None, or ``"paper"``: the source paper's practice of reading them off the private data. That is **not
+                private**; a warning says so and ``get_epsilon`` then refuses to state a guarantee.
+            clipping: ``"separate"`` bounds for gradient and curvature, or ``"joint"``: a record's gradient and curvature are
+                scaled together, so that its utility is no wider over the ball than that of a gradient of ``max_grad_norm``.
+            regularization: λ ≥ 0, ridge per record on |ξ|². The default is C_g/R (see ``default_regularization``).
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
                 ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up.
-            projection: ``"stiefel"`` or ``"sparse"``.
-            projection_seed: public seed of the subspace; drawn afresh by default, and recorded.
+            projection: ``"stiefel"`` or ``"sparse"``, random; ``"public"``, the leading eigenvectors of the curvature on
+                ``public_loader``; ``"preconditioned"``, where that curvature gives the metric of the ball.
+            projection_seed: public seed of the subspace (round t adds t); drawn afresh by default, and recorded.
+            public_rank: eigenpairs of the public curvature for ``"preconditioned"``.
+            damping: h₀ of ``"preconditioned"`` (see ``opacus_expm.projection``).
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
@@ -141,47 +174,76 @@ class ExpMQuadEngine:
             TypeError, ValueError: bad input; nothing is charged or changed.
 
         **Privacy:** the result is (ε, δ)-DP with respect to the loader's records under the given adjacency, and the
-        ledger is charged before the draw.
+        ledger is charged before each draw. With several rounds every round's model is covered, not only the last.
         """
-        self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
+        radii = _radii(radius, rounds)
+        for r in radii:
+            self._check_release(epsilon, delta, r, regularization, adjacency, calibration)
         check_noise_generator(noise_generator)  # a wrong type must not cost a pass
-        charged = len(self.accountant.releases)
         self._sampler(sampler)
-        given = _checked_bounds(max_grad_norm, max_curvature)
+        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
         size = nominal_size_of(data.check_loader(loader), nominal_size)
-        prices = list(_prices(given, epsilon, size).values()) if public_loader is None else []
-        self._check_budget(epsilon, delta, regularization, calibration, prices)
-        statistics = self.gather(
-            model,
-            loader,
-            proj_dim,
-            criterion=criterion,
-            max_grad_norm=max_grad_norm,
-            max_curvature=max_curvature,
-            public_loader=public_loader,
-            epsilon=epsilon,
-            adjacency=adjacency,
-            projection=projection,
-            projection_seed=projection_seed,
-            nominal_size=nominal_size,
-            grad_sample_mode=grad_sample_mode,
-            curvature_samples=curvature_samples,
-            max_physical_batch_size=max_physical_batch_size,
-            noise_generator=noise_generator,
-            progress=progress,
-        )
-        bought = math.fsum(event.epsilon_range for event in self.accountant.releases[charged:])
-        return self.release(
-            statistics,
-            _left_of(epsilon, bought),
-            radius,
-            delta=delta,
-            regularization=regularization,
-            adjacency=adjacency,
-            calibration=calibration,
-            sampler=sampler,
-            noise_generator=noise_generator,
-        )
+        seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
+        prices = _prices(given, epsilon, size) if public_loader is None and bounds is None else {}
+        ridge = regularization != 0
+        ways = allowances(epsilon, delta, prices=list(prices.values()), rounds=rounds, ridge=ridge)
+        if calibration == "gaussian":
+            ways = [way for way in ways if way.mu > 0]
+        if calibration == "paper":
+            ways = ways[:1]
+        options: dict[str, Any] = {
+            "criterion": criterion,
+            "public_loader": public_loader,
+            "bounds": bounds,
+            "clipping": clipping,
+            "adjacency": adjacency,
+            "projection": projection,
+            "public_rank": public_rank,
+            "damping": damping,
+            "nominal_size": nominal_size,
+            "grad_sample_mode": grad_sample_mode,
+            "curvature_samples": curvature_samples,
+            "max_physical_batch_size": max_physical_batch_size,
+            "noise_generator": noise_generator,
+            "progress": progress,
+        }
+        drawing: dict[str, Any] = {
+            "regularization": regularization,
+            "adjacency": adjacency,
+            "calibration": calibration,
+        }
+        module, statistics = model, None
+        with self.accountant.planned(self._plans(ways, prices, rounds, ridge, calibration, adjacency), epsilon, delta):
+            curvature = self._public_curvature(model, proj_dim, **options)
+            for number, r in enumerate(radii):
+                statistics = self._gather(
+                    module,
+                    loader,
+                    proj_dim,
+                    epsilon=epsilon,
+                    radius=r,
+                    projection_seed=None if seed is None else seed + number,
+                    given=given,
+                    curvature=curvature,
+                    known=statistics,
+                    **options,
+                )
+                if number == 0:
+                    way = max(
+                        ways, key=lambda w: self._calibrate(statistics, w, radii[0], **drawing).inverse_temperature
+                    )
+                module = self._draw(
+                    statistics,
+                    way,
+                    r,
+                    epsilon=epsilon,
+                    delta=delta,
+                    sampler=sampler,
+                    noise_generator=noise_generator,
+                    place=(number + 1, rounds),
+                    **drawing,
+                )
+        return module
 
     def gather(
         self,
@@ -193,10 +255,15 @@ class ExpMQuadEngine:
         max_grad_norm: float | None = None,
         max_curvature: float | None = None,
         public_loader: DataLoader[Any] | None = None,
+        bounds: str | None = None,
         epsilon: float | None = None,
+        clipping: str = "separate",
+        radius: float | None = None,
         adjacency: str = "add_remove",
         projection: str = "stiefel",
         projection_seed: int | None = None,
+        public_rank: int = PUBLIC_RANK,
+        damping: float | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -207,42 +274,186 @@ class ExpMQuadEngine:
         """One pass over the private data. Arguments as in ``make_private_expm``.
 
         Bounds that are neither given nor measurable on a ``public_loader`` are bought with a part of ``epsilon``, at most
-        5 % each, which is charged at once; ``adjacency`` and ``noise_generator`` matter for that only.
+        5 % each, which is charged at once; ``adjacency`` and ``noise_generator`` matter for that only. ``radius`` is needed
+        for ``clipping="joint"`` only, and then fixed.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
         """
+        options: dict[str, Any] = {
+            "criterion": criterion,
+            "public_loader": public_loader,
+            "bounds": bounds,
+            "clipping": clipping,
+            "adjacency": adjacency,
+            "projection": projection,
+            "public_rank": public_rank,
+            "damping": damping,
+            "nominal_size": nominal_size,
+            "grad_sample_mode": grad_sample_mode,
+            "curvature_samples": curvature_samples,
+            "max_physical_batch_size": max_physical_batch_size,
+            "noise_generator": noise_generator,
+            "progress": progress,
+        }
+        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
+        if projection_seed is not None:
+            _check.seed("projection_seed", projection_seed)
+        return self._gather(
+            model,
+            loader,
+            proj_dim,
+            epsilon=epsilon,
+            radius=radius,
+            projection_seed=projection_seed,
+            given=given,
+            curvature=self._public_curvature(model, proj_dim, **options),
+            known=None,
+            **options,
+        )
+
+    def _gather(
+        self,
+        model: nn.Module,
+        loader: DataLoader[Any],
+        proj_dim: int | None,
+        *,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None,
+        public_loader: DataLoader[Any] | None,
+        bounds: str | None,
+        epsilon: float | None,
+        clipping: str,
+        radius: float | None,
+        adjacency: str,
+        projection: str,
+        projection_seed: int | None,
+        public_rank: int,
+        damping: float | None,
+        nominal_size: int | None,
+        grad_sample_mode: str | None,
+        curvature_samples: int | None,
+        max_physical_batch_size: int | None,
+        noise_generator: torch.Generator | np.random.Generator | None,
+        progress: bool | None,
+        given: Bounds,
+        curvature: PublicCurvature | None,
+        known: Statistics | None,
+    ) -> Statistics:
+        """``gather``, with public curvature in hand and, after the first round, with the bounds of that."""
+        seed = secrets.randbits(63) if projection_seed is None else projection_seed
+        settings: dict[str, Any] = {
+            "criterion": criterion,
+            "grad_sample_mode": grad_sample_mode,
+            "curvature_samples": curvature_samples,
+            "progress": progress,
+        }
         bench = Workbench(
             model,
-            proj_dim=proj_dim,
-            criterion=criterion,
-            projection=projection,
-            projection_seed=projection_seed,
-            grad_sample_mode=grad_sample_mode,
-            curvature_samples=curvature_samples,
+            subspace=Subspace(projection, proj_dim, seed, curvature, damping),
             max_physical_batch_size=max_physical_batch_size,
-            progress=progress,
+            **settings,
         )
+        bench.check_curvature(given["max_curvature"])
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
-        given = _checked_bounds(max_grad_norm, max_curvature)
         if public_loader is not None:
             data.check_loader(public_loader, "public_loader")
+        joint_radius: float | None = None
+        if clipping == "joint":
+            if radius is None:
+                raise ValueError("radius must be given with clipping='joint': what is clipped depends on it")
+            joint_radius = _check.positive("radius", radius)
         remembered: Remembered | None = None
-        if public_loader is not None and None in given.values():
-            given = _public_bounds(bench, public_loader, given)
-        elif epsilon is not None and None in given.values():
+        missing = [name for name, value in given.items() if value is None]
+        source = "given"
+        if known is not None:
+            given = {"max_grad_norm": known.sums.max_grad_norm, "max_curvature": known.sums.max_curvature}
+            source = known.bounds
+        elif bounds == "paper":
+            given, source = self._paper_bounds(model, loader, settings), "paper"
+        elif missing and public_loader is not None:
+            given, source = _public_bounds(bench, public_loader, given, joint_radius), "public"
+        elif missing and epsilon is not None:
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
             noise = SystemNoise() if self.secure_mode else noise_source(noise_generator)
-            given, remembered = self._buy_bounds(bench, loader, given, epsilon, size, adjacency, noise)
-        bounds = {name: value for name, value in given.items() if value is not None}
-        if len(bounds) < len(given):
-            missing = next(name for name in given if name not in bounds)
+            given, remembered = self._buy_bounds(bench, loader, given, epsilon, size, adjacency, noise, joint_radius)
+            source = "bought"
+        elif missing:
             raise ValueError(
-                f"{missing} is not given: pass max_grad_norm= and max_curvature= as public constants, public_loader= to "
+                f"{missing[0]} is not given: pass max_grad_norm= and max_curvature= as public constants, public_loader= to "
                 "measure them on public data, or epsilon= to buy them; they must not be read off the private data"
             )
-        return bench.gather(loader, **bounds, nominal_size=size, remembered=remembered)
+        c_g, c_h = given["max_grad_norm"], given["max_curvature"]
+        assert c_g is not None
+        assert c_h is not None
+        if joint_radius is not None and c_h > 0:
+            c_h = 4 * c_g / joint_radius
+        return bench.gather(
+            loader,
+            max_grad_norm=c_g,
+            max_curvature=c_h,
+            nominal_size=size,
+            bounds=source,
+            joint_radius=joint_radius,
+            remembered=remembered,
+        )
+
+    def _public_curvature(
+        self,
+        model: nn.Module,
+        proj_dim: int | None,
+        *,
+        projection: str,
+        public_loader: DataLoader[Any] | None,
+        public_rank: int,
+        damping: float | None,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None,
+        grad_sample_mode: str | None,
+        curvature_samples: int | None,
+        progress: bool | None,
+        bounds: str | None,
+        **_: object,
+    ) -> PublicCurvature | None:
+        """Eigenpairs on public data where the projection needs them; computed once for a model and a loader."""
+        _check.one_of("projection", projection, KINDS)
+        _check.positive_int("public_rank", public_rank)
+        if damping is not None:
+            _check.positive("damping", damping)
+        if bounds is not None:
+            _check.one_of("bounds", bounds, ("paper",))
+        if projection not in PUBLIC_KINDS:
+            return None
+        if public_loader is None:
+            raise ValueError(
+                f"public_loader must be given with projection={projection!r}: its curvature comes from public data; or use "
+                "projection='stiefel' or 'sparse'"
+            )
+        data.check_loader(public_loader, "public_loader")
+        rank = public_rank if projection == "preconditioned" else _check.positive_int("proj_dim", proj_dim)
+        key = (id(public_loader), rank, id(criterion), _digest(model))
+        if key not in self._curvatures:
+            bench = _full_space(
+                model,
+                criterion=criterion,
+                grad_sample_mode=grad_sample_mode,
+                curvature_samples=curvature_samples,
+                progress=progress,
+            )
+            # The loader is kept with the result, so that its id stays its own.
+            self._curvatures[key] = (public_loader, bench.public_curvature(public_loader, rank))
+        return self._curvatures[key][1]
+
+    def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
+        """The source paper's bounds, from the private data itself."""
+        if self.accountant.budget is not None:
+            raise ValueError("bounds='paper' is not private and cannot be charged to a budget; use bounds=None")
+        warnings.warn(
+            "bounds='paper' reads the clipping bounds off the private data: the release is NOT differentially private",
+            UserWarning,
+            stacklevel=4,
+        )
+        gradient, curvature = _full_space(model, **settings).paper_bounds(loader)
+        return {"max_grad_norm": gradient, "max_curvature": curvature}
 
     def _buy_bounds(
         self,
@@ -253,6 +464,7 @@ class ExpMQuadEngine:
         nominal_size: int,
         adjacency: str,
         noise: Uniforms,
+        joint_radius: float | None,
     ) -> tuple[Bounds, Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn."""
         purchases = [
@@ -261,15 +473,14 @@ class ExpMQuadEngine:
         ]
         for purchase in purchases:
             warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
-        remembered = bench.remember(loader, curvature=given["max_curvature"] != 0)
-        norms = {"max_grad_norm": remembered.gradient_norms, "max_curvature": remembered.curvature_norms}
-        bounds = dict(given)
+        remembered = bench.remember(loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius)
+        found = dict(given)
         for purchase in purchases:
             self.accountant.record(purchase)
-            bounds[purchase.bound] = private_quantile(
-                norms[purchase.bound], purchase.quantile, purchase.epsilon_range, adjacency, noise
+            found[purchase.bound] = private_quantile(
+                remembered.norms[purchase.bound], purchase.quantile, purchase.epsilon_range, adjacency, noise
             )
-        return bounds, remembered
+        return found, remembered
 
     def release(
         self,
@@ -278,7 +489,7 @@ class ExpMQuadEngine:
         radius: float,
         *,
         delta: float = 0.0,
-        regularization: float = 0.0,
+        regularization: float | None = None,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
@@ -289,11 +500,49 @@ class ExpMQuadEngine:
         **Privacy:** (ε, δ)-DP under the given adjacency; every call is a release of its own.
         """
         self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
-        calibrated = self._calibrate(statistics, epsilon, delta, radius, regularization, adjacency, calibration)
+        return self._draw(
+            statistics,
+            allowances(epsilon, delta)[0],
+            radius,
+            epsilon=epsilon,
+            delta=delta,
+            regularization=regularization,
+            adjacency=adjacency,
+            calibration=calibration,
+            sampler=sampler,
+            noise_generator=noise_generator,
+            place=(1, 1),
+        )
+
+    def _draw(
+        self,
+        statistics: Statistics,
+        allowance: Allowance,
+        radius: float,
+        *,
+        epsilon: float,
+        delta: float,
+        regularization: float | None,
+        adjacency: str,
+        calibration: str,
+        sampler: str | Sampler,
+        noise_generator: torch.Generator | np.random.Generator | None,
+        place: tuple[int, int],
+    ) -> nn.Module:
+        """Charge, then draw."""
+        calibrated = self._calibrate(
+            statistics,
+            allowance,
+            radius,
+            regularization=regularization,
+            adjacency=adjacency,
+            calibration=calibration,
+        )
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
         generator = noise_source(noise_generator)
-        density = statistics.density(calibrated.inverse_temperature, radius, regularization)
+        ridge = _ridge(statistics, radius, regularization)
+        density = statistics.density(calibrated.inverse_temperature, radius, ridge)
         sums, subspace = statistics.sums, statistics.projection
         self.accountant.record(
             Release(
@@ -304,7 +553,7 @@ class ExpMQuadEngine:
                 delta=float(delta),
                 calibration=calibrated.method,
                 radius=float(radius),
-                regularization=float(regularization),
+                regularization=ridge,
                 nominal_size=statistics.nominal_size,
                 max_grad_norm=sums.max_grad_norm,
                 max_curvature=sums.max_curvature,
@@ -313,6 +562,10 @@ class ExpMQuadEngine:
                 seed=subspace.seed,
                 sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
                 failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
+                bounds=statistics.bounds,
+                clipping="separate" if sums.joint_radius is None else "joint",
+                round=place[0],
+                rounds=place[1],
             )
         )
         if self.secure_mode:
@@ -330,7 +583,7 @@ class ExpMQuadEngine:
         *,
         draws: int = 500,
         delta: float = 0.0,
-        regularization: float = 0.0,
+        regularization: float | None = None,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
@@ -345,13 +598,20 @@ class ExpMQuadEngine:
         _check.positive_int("draws", draws)
         if not callable(evaluate):
             raise TypeError(f"evaluate must be a function from a module to a number, got {evaluate!r}")
-        calibrated = self._calibrate(statistics, epsilon, delta, radius, regularization, adjacency, calibration)
+        calibrated = self._calibrate(
+            statistics,
+            allowances(epsilon, delta)[0],
+            radius,
+            regularization=regularization,
+            adjacency=adjacency,
+            calibration=calibration,
+        )
         warnings.warn(
             "simulate() draws models that are NOT releases: nothing is charged and the results are not private",
             UserWarning,
             stacklevel=2,
         )
-        density = statistics.density(calibrated.inverse_temperature, radius, regularization)
+        density = statistics.density(calibrated.inverse_temperature, radius, _ridge(statistics, radius, regularization))
         coordinates = self._sampler(sampler, simulated=True).sample(density, noise_source(noise_generator), draws)
         return np.array([float(evaluate(statistics.module_at(xi))) for xi in coordinates])
 
@@ -446,7 +706,7 @@ class ExpMQuadEngine:
         epsilon: float,
         delta: float,
         radius: float,
-        regularization: float,
+        regularization: float | None,
         adjacency: str,
         calibration: str,
     ) -> None:
@@ -455,21 +715,27 @@ class ExpMQuadEngine:
         _check.one_of("adjacency", adjacency, ADJACENCIES)
         self.accountant.check_adjacency(adjacency)
 
-    def _check_budget(
-        self, epsilon: float, delta: float, regularization: float, calibration: str, prices: list[float]
-    ) -> None:
-        """Refuse a request that cannot fit the budget, however it will be calibrated, before any data is touched."""
-        if calibration == "paper":  # which spends less than it asks for; it is checked when it is charged
-            return
-        left = _left_of(epsilon, math.fsum(prices))
+    def _plans(
+        self,
+        ways: Sequence[Allowance],
+        prices: dict[str, float],
+        rounds: int,
+        ridge: bool,
+        calibration: str,
+        adjacency: str,
+    ) -> list[list[PlannedEvent]]:
+        """What may come to be charged: by range or by μ, for every way to split the budget."""
         failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
-        draws = [PlannedEvent(curves.bounded_range_for(left, delta), math.inf, failure)]
-        if delta > 0 and regularization > 0:
-            draws.append(PlannedEvent(math.inf, curves.gaussian_mu(left, delta), failure))
-        plans = [[*map(PlannedEvent, prices), draw] for draw in draws]
-        # Bounds are charged before it is known which calibration the draw will have, so that either must fit.
-        for admissible in [[plan] for plan in plans] if prices else [plans]:
-            self.accountant.check_budget(admissible, epsilon, delta)
+        draws = []
+        for way in ways:
+            if calibration == "paper":  # whose ΔU is at least the width under add/remove, half of it under replace-one
+                records = 2 if adjacency == "replace_one" else 1
+                draws.append(PlannedEvent(records * way.epsilon / 2, math.inf, failure))
+            elif calibration != "gaussian":
+                draws.append(PlannedEvent(way.epsilon_range, math.inf, failure))
+            if calibration in ("auto", "gaussian") and way.mu > 0 and ridge:
+                draws.append(PlannedEvent(math.inf, way.mu, failure))
+        return [[*map(PlannedEvent, prices.values()), *[draw] * rounds] for draw in draws]
 
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:
         """A sampler by name, or as configured by the user."""
@@ -484,29 +750,69 @@ class ExpMQuadEngine:
     def _calibrate(
         self,
         statistics: Statistics,
-        epsilon: float,
-        delta: float,
+        allowance: Allowance,
         radius: float,
-        regularization: float,
+        *,
+        regularization: float | None,
         adjacency: str,
         calibration: str,
     ) -> Calibration:
         """The temperature for these statistics."""
         if not isinstance(statistics, Statistics):
             raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
-        return calibrate(
+        return calibrate_within(
+            allowance,
             statistics.sums.sensitivity(adjacency),
-            epsilon=epsilon,
-            delta=delta,
             radius=radius,
-            regularization=regularization,
+            regularization=_ridge(statistics, radius, regularization),
             nominal_size=statistics.nominal_size,
             calibration=calibration,
         )
 
 
-def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None) -> Bounds:
-    """The bounds as given, by name."""
+def _radii(radius: float | Sequence[float], rounds: int) -> list[float]:
+    """One radius for each round."""
+    _check.positive_int("rounds", rounds)
+    if isinstance(radius, Real) or not isinstance(radius, Sequence) or isinstance(radius, str):
+        return [radius] * rounds  # type: ignore[list-item]  # what is no number is refused by the release's check
+    if len(radius) != rounds:
+        raise ValueError(f"radius must be one number, or one for each of rounds={rounds}, got {len(radius)} of them")
+    return list(radius)
+
+
+def _ridge(statistics: Statistics, radius: float, regularization: float | None) -> float:
+    """λ as given, or the default."""
+    if regularization is not None:
+        return float(regularization)
+    return default_regularization(statistics.sums.max_grad_norm, radius)
+
+
+def _full_space(model: nn.Module, **settings: Any) -> Workbench:
+    """A workbench for statistics of all parameters, on few records at a time."""
+    size = sum(p.numel() for p in check_module(model).parameters() if p.requires_grad)
+    records = min(256, max(16, _WIDE_BYTES // (16 * 8 * size)))
+    return Workbench(model, subspace=Subspace("sparse", None, 0), max_physical_batch_size=records, **settings)
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the weights at which a curvature was computed."""
+    digest = hashlib.sha256()
+    for name, tensor in check_module(model).state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:
+    """The bounds as given, by name; no private curvature by default where public curvature serves."""
+    _check.one_of("clipping", clipping, CLIPPINGS)
+    if clipping == "joint" and max_curvature:
+        raise ValueError(
+            f"max_curvature={max_curvature!r} has no meaning with clipping='joint', where max_grad_norm bounds both; leave "
+            "it out"
+        )
+    if max_curvature is None and projection == "preconditioned":
+        max_curvature = 0.0
     return {
         "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
         "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
@@ -520,13 +826,17 @@ def _prices(given: Bounds, epsilon: float, nominal_size: int) -> dict[str, float
     }
 
 
-def _public_bounds(bench: Workbench, public_loader: DataLoader[Any], given: Bounds) -> Bounds:
+def _public_bounds(
+    bench: Workbench, public_loader: DataLoader[Any], given: Bounds, joint_radius: float | None
+) -> Bounds:
     """The bounds, those that are missing measured on public data."""
-    measured = bench.public_bounds(public_loader, curvature=given["max_curvature"] != 0)
-    found: Bounds = {}
-    for (name, value), quantile in zip(given.items(), measured, strict=True):
-        found[name] = quantile if value is None else value
-        if value is None and quantile == 0:
+    norms = bench.public_norms(public_loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius)
+    found = dict(given)
+    for name, value in given.items():
+        if value is not None:
+            continue
+        found[name] = quantile = float(np.quantile(norms[name], QUANTILES[name]))
+        if quantile == 0:
             raise ValueError(
                 f"public_loader gives a zero bound for {name}: gradients or curvatures vanish there at the pretrained "
                 "weights; pass max_grad_norm= and max_curvature="
@@ -534,65 +844,25 @@ def _public_bounds(bench: Workbench, public_loader: DataLoader[Any], given: Boun
     return found
 
 
-def _left_of(epsilon: float, spent: float) -> float:
-    """ε minus what was spent, rounded so that the two do not add up to more than ε."""
-    left = epsilon - spent
-    while math.fsum((left, spent)) > epsilon:
-        left = math.nextafter(left, 0.0)
-    return left
+def _on_a_new_engine(
+    method: Callable[Concatenate[ExpMQuadEngine, P], nn.Module],
+) -> Callable[P, nn.Module]:
+    """The method as a function, for a single release."""
 
+    @functools.wraps(method)
+    def make_private_expm(*args: P.args, **kwargs: P.kwargs) -> nn.Module:
+        return method(ExpMQuadEngine(), *args, **kwargs)
 
-def make_private_expm(
-    model: nn.Module,
-    loader: DataLoader[Any],
-    epsilon: float,
-    radius: float,
-    proj_dim: int | None,
-    *,
-    delta: float = 0.0,
-    criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
-    max_grad_norm: float | None = None,
-    max_curvature: float | None = None,
-    public_loader: DataLoader[Any] | None = None,
-    regularization: float = 0.0,
-    adjacency: str = "add_remove",
-    calibration: str = "auto",
-    sampler: str | Sampler = "exact",
-    projection: str = "stiefel",
-    projection_seed: int | None = None,
-    nominal_size: int | None = None,
-    grad_sample_mode: str | None = None,
-    curvature_samples: int | None = None,
-    max_physical_batch_size: int | None = None,
-    noise_generator: torch.Generator | np.random.Generator | None = None,
-    progress: bool | None = None,
-) -> nn.Module:
-    """Fine-tune ``model`` privately in one call, for a single release.
-
-    Arguments, result and guarantee are those of ``ExpMQuadEngine.make_private_expm``; the ledger of the engine
-    behind it ends with the call, so use an engine where more than one release is made from the same data.
-    """
-    return ExpMQuadEngine().make_private_expm(
-        model,
-        loader,
-        epsilon,
-        radius,
-        proj_dim,
-        delta=delta,
-        criterion=criterion,
-        max_grad_norm=max_grad_norm,
-        max_curvature=max_curvature,
-        public_loader=public_loader,
-        regularization=regularization,
-        adjacency=adjacency,
-        calibration=calibration,
-        sampler=sampler,
-        projection=projection,
-        projection_seed=projection_seed,
-        nominal_size=nominal_size,
-        grad_sample_mode=grad_sample_mode,
-        curvature_samples=curvature_samples,
-        max_physical_batch_size=max_physical_batch_size,
-        noise_generator=noise_generator,
-        progress=progress,
+    signature = inspect.signature(method)
+    parameters = [p for name, p in signature.parameters.items() if name != "self"]
+    make_private_expm.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    make_private_expm.__qualname__ = "make_private_expm"
+    make_private_expm.__doc__ = (
+        "Fine-tune ``model`` privately in one call, for a single release.\n\n"
+        "    Arguments, result and guarantee are those of ``ExpMQuadEngine.make_private_expm``; the ledger of the engine\n"
+        "    behind it ends with the call, so use an engine where more than one release is made from the same data.\n    "
     )
+    return make_private_expm
+
+
+make_private_expm = _on_a_new_engine(ExpMQuadEngine.make_private_expm)

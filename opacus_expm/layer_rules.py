@@ -129,7 +129,7 @@ def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     ):
         x = x.unfold(i, dilation * (size - 1) + 1, stride)[..., ::dilation]
     # (B, groups, C/groups, positions…, kernel…) → (B, groups, positions…, C/groups, kernel…)
-    x = x.unflatten(1, (layer.groups, -1)).movedim(2, 2 + dims)
+    x = x.reshape(len(x), layer.groups, -1, *x.shape[2:]).movedim(2, 2 + dims)
     return x.flatten(2 + dims).flatten(2, 1 + dims)
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from opacus_expm import _check
 
 KINDS = ("stiefel", "sparse", "public", "preconditioned")
+PUBLIC_KINDS = ("public", "preconditioned")
+_OVERSAMPLING = 20  # vectors beyond the rank in the randomised decomposition
 
 
 class Projection(Protocol):
@@ -279,6 +281,77 @@ def _table(values: Tensor, index: Tensor, count: int) -> Tensor:
     size, _, width = values.shape
     table = values.new_zeros(size, count, width)
     return table.scatter_add_(1, index[..., None].expand_as(values), values).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class PublicCurvature:
+    """Leading eigenpairs of the Gauss-Newton matrix on public data, per record; public.
+
+    Attributes:
+        eigenvalues: h, descending (rank,).
+        vectors: V, orthonormal columns (p, rank).
+    """
+
+    eigenvalues: Tensor = field(repr=False)
+    vectors: Tensor = field(repr=False)
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, records: int, rank: int, seed: int) -> PublicCurvature:
+        """From the rows B of BᵀB = Σ_i H_i, by a randomised singular value decomposition: no p × p matrix is built.
+
+        (Halko, Martinsson, Tropp 2011, with two power iterations, as in ``torch.svd_lowrank``.)
+        """
+        rank = min(rank, *rows.shape)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            torch.manual_seed(seed)
+            _, singular, vectors = torch.svd_lowrank(rows, q=min(rank + _OVERSAMPLING, *rows.shape), niter=2)
+        return cls(singular[:rank].double().cpu() ** 2 / records, vectors[:, :rank].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Subspace:
+    """How the map A is to be made, as soon as the number of parameters is known.
+
+    Args:
+        kind: ``"stiefel"`` (dense, the paper's), ``"sparse"`` (O(p) memory), ``"public"`` (leading eigenvectors of public
+            curvature) or ``"preconditioned"`` (a sparse subspace, or the full space, seen through public curvature).
+        dim: k, or None for the full space.
+        seed: public seed.
+        curvature: of public data, for the last two kinds.
+        damping: h₀ of ``Preconditioned``; None takes the least of the computed eigenvalues, so that beyond them and
+            along them the curvature is the same.
+    """
+
+    kind: str
+    dim: int | None
+    seed: int
+    curvature: PublicCurvature | None = None
+    damping: float | None = None
+
+    def build(self, size: int, device: torch.device, dtype: torch.dtype) -> Projection:
+        """The map for p = ``size`` parameters.
+
+        Raises:
+            ValueError: an unknown kind, k > p, or fewer eigenvectors than k.
+        """
+        if self.curvature is None:
+            return make_projection(self.kind, size, self.dim, self.seed, device=device, dtype=dtype)
+        vectors = self.curvature.vectors.to(device, dtype)
+        if self.kind == "public":
+            if self.dim is None:
+                raise ValueError("proj_dim must be a number with projection='public': the number of eigenvectors")
+            check_dim(self.dim, size)
+            if self.dim > vectors.shape[1]:
+                raise ValueError(
+                    f"proj_dim={self.dim} asks for more eigenvectors than public_loader's records have, {vectors.shape[1]}"
+                )
+            return Stiefel(vectors[:, : self.dim].contiguous(), None, kind="public")
+        base = make_projection("sparse", size, self.dim, self.seed, device=device, dtype=dtype)
+        values = self.curvature.eigenvalues.clamp(min=0)
+        damping = float(values[-1]) if self.damping is None else self.damping
+        if damping <= 0:
+            raise ValueError("damping must be given: the curvature of public_loader has rank below public_rank")
+        return Preconditioned.build(base, vectors, values.to(device, dtype), damping)
 
 
 def make_projection(

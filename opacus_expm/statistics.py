@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, data
+from opacus_expm import _check, data, theory
 from opacus_expm._private import PrivateValues
-from opacus_expm.bounds import quantile_bounds
-from opacus_expm.criteria import Criterion, make_criterion
+from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, make_criterion
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
 from opacus_expm.model import Layout, check_module, compute_dtype, exact_arithmetic, moved, take, working_copy
-from opacus_expm.projection import KINDS, Projection, make_projection
+from opacus_expm.projection import Projection, PublicCurvature, Subspace
 from opacus_expm.sums import (
     ClippedAdder,
     ClippedSums,
@@ -39,6 +37,8 @@ from opacus_expm.sums import (
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
+MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
+PAPER_INFLATION = 1.1
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 Batches = Iterator[tuple[Any, Tensor]]
 
@@ -55,6 +55,7 @@ class Statistics(PrivateValues):
     projection: Projection
     sums: ClippedSums
     nominal_size: int
+    bounds: str
 
     @cached_property
     def _spectrum(self) -> tuple[Array, Array | None, Array]:
@@ -84,10 +85,9 @@ class Statistics(PrivateValues):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Remembered(PrivateValues):
-    """Norms of every private record and, where they fit into ``CACHE_BYTES``, their quadratics; private data."""
+    """Norms of every private record, by the bound they are for, and its quadratic where all fit into ``CACHE_BYTES``."""
 
-    gradient_norms: Array
-    curvature_norms: Array
+    norms: dict[str, Array]
     records: list[RecordQuadratics] | None
 
 
@@ -96,10 +96,8 @@ class Workbench:
 
     Args:
         model: pretrained module; a working copy is made, the original is kept as a copy too.
-        proj_dim: dimension of the subspace, None for the full space.
+        subspace: how the projection is made.
         criterion: the loss, or None to infer it.
-        projection: kind of projection.
-        projection_seed: public seed, drawn afresh if None.
         grad_sample_mode: ``"hooks"``, ``"functorch"`` or None.
         curvature_samples: probes of the curvature, None for exact rows.
         max_physical_batch_size: records at a time.
@@ -110,17 +108,14 @@ class Workbench:
         self,
         model: nn.Module,
         *,
-        proj_dim: int | None,
+        subspace: Subspace,
         criterion: Callable[[Tensor, Tensor], Tensor] | None,
-        projection: str,
-        projection_seed: int | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
         max_physical_batch_size: int | None,
         progress: bool | None,
     ):
         module = check_module(model)
-        _check.one_of("projection", projection, KINDS)
         if grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
         for name, value in (
@@ -129,41 +124,95 @@ class Workbench:
         ):
             if value is not None:
                 _check.positive_int(name, value)
-        seed = secrets.randbits(63) if projection_seed is None else _check.seed("projection_seed", projection_seed)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
         self._device, self._dtype = next(self._working.parameters()).device, compute_dtype(self._working)
-        self._subspace = make_projection(
-            projection, self._layout.size, proj_dim, seed, device=self._device, dtype=self._dtype
-        )
+        self._subspace = subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
         self._max_physical_batch_size, self._progress = max_physical_batch_size, progress
         self._ready: tuple[RowSource, Criterion] | None = None
 
-    def public_bounds(self, public_loader: DataLoader[Any], *, curvature: bool) -> tuple[float, float]:
-        """C_g and C_H measured on public data (see ``bounds``)."""
+    def check_curvature(self, max_curvature: float | None) -> None:
+        """Refuse a k × k matrix that cannot be held."""
+        if max_curvature != 0 and self._subspace.dim > MAX_CURVATURE_DIM:
+            raise ValueError(
+                f"proj_dim must be at most {MAX_CURVATURE_DIM} where private curvature is gathered (a k × k matrix), got "
+                f"{self._subspace.dim}; pass max_curvature=0, or a smaller proj_dim"
+            )
+
+    def public_norms(
+        self, public_loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None
+    ) -> dict[str, Array]:
+        """Norms of public records, by the bound they are for."""
         with exact_arithmetic():
             records = self._records(public_loader, "public_loader", curvature)
-            norms = [(r.gradient_norms, r.curvature_norms) for r in records]
-        return quantile_bounds(*(torch.cat(n).cpu().numpy() for n in zip(*norms, strict=True)))
+            norms = [_norms(r, joint_radius) for r in records]
+        return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
-    def remember(self, loader: DataLoader[Any], *, curvature: bool) -> Remembered:
+    def public_curvature(self, public_loader: DataLoader[Any], rank: int) -> PublicCurvature:
+        """Leading eigenpairs of the Gauss-Newton matrix, on as many public records as fit into ``CACHE_BYTES``.
+
+        The workbench's own subspace must be the full space.
+        """
+        kept: list[Tensor] = []
+        records = size = 0
+        with exact_arithmetic():
+            for batch in self._records(public_loader, "public_loader", curvature=True):
+                assert batch.factors is not None
+                rows = batch.factors.flatten(0, 1).to(self._dtype)
+                if kept and size + rows.nbytes > CACHE_BYTES:
+                    break
+                kept.append(rows)
+                records, size = records + len(batch.gradients), size + rows.nbytes
+            return PublicCurvature.of_rows(torch.cat(kept), records, rank, seed=0)
+
+    def paper_bounds(self, loader: DataLoader[Any]) -> tuple[float, float]:
+        """ḡ and H̄ of the source paper from the private data's own largest Jacobian and residual, inflated by 1.1.
+
+        The workbench's own subspace must be the full space.
+
+        **Privacy:** not private: one record can move a maximum as far as it likes.
+        """
+        jacobian = residual = 0.0
+        source, loss, stream = self._begin(loader, "loader")
+        if not isinstance(loss, CrossEntropy | MeanSquaredError):
+            raise ValueError(
+                f"bounds='paper' is defined for cross-entropy and mean squared error, not for {type(loss).__name__}; "
+                "use bounds=None"
+            )
+        with exact_arithmetic():
+            for inputs, targets in stream:
+                outputs, pullback = source.outputs_and_pullback(inputs)
+                outputs_count = outputs.shape[1]
+                rows = pullback(torch.eye(outputs_count).to(outputs).expand(len(outputs), -1, -1)).double()
+                gram = rows @ rows.transpose(1, 2)
+                jacobian = max(jacobian, float(torch.linalg.eigvalsh(gram)[:, -1].max()) ** 0.5)
+                if isinstance(loss, MeanSquaredError):
+                    gap = (outputs.double() - targets.reshape(outputs.shape).double()).norm(dim=1)
+                    residual = max(residual, float(gap.max()))
+        if isinstance(loss, CrossEntropy):
+            found = theory.cross_entropy_bounds(PAPER_INFLATION * jacobian)
+        else:
+            found = theory.mean_squared_bounds(PAPER_INFLATION * jacobian, PAPER_INFLATION * residual, outputs_count)
+        return found.gradient, found.curvature
+
+    def remember(self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None) -> Remembered:
         """One pass over the private data that keeps every record's norms and, while they fit, quadratics.
 
         **Privacy:** the result is private data.
         """
         kept: list[RecordQuadratics] | None = []
-        norms, size = [], 0
+        norms: list[dict[str, Array]] = []
+        size = 0
         with exact_arithmetic():
             for records in self._records(loader, "loader", curvature):
-                norms.append((records.gradient_norms.cpu().numpy(), records.curvature_norms.cpu().numpy()))
+                norms.append(_norms(records, joint_radius))
                 if kept is not None:
                     kept.append(records.to(self._dtype))
                     size += kept[-1].bytes()
                     kept = kept if size <= CACHE_BYTES else None
-        gradient_norms, curvature_norms = (np.concatenate(n) for n in zip(*norms, strict=True))
-        return Remembered(gradient_norms, curvature_norms, kept)
+        return Remembered({name: np.concatenate([n[name] for n in norms]) for name in norms[0]}, kept)
 
     def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
         """Every record's quadratic, batch after batch."""
@@ -186,6 +235,8 @@ class Workbench:
         max_grad_norm: float,
         max_curvature: float,
         nominal_size: int,
+        bounds: str,
+        joint_radius: float | None = None,
         remembered: Remembered | None = None,
     ) -> Statistics:
         """One pass over the private data, or none where an earlier one is remembered.
@@ -194,7 +245,7 @@ class Workbench:
         """
         with exact_arithmetic():
             if remembered is not None and remembered.records is not None:
-                total = ClippedAdder(max_grad_norm, max_curvature)
+                total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
                 for records in remembered.records:
                     total.add(records.to(torch.float64).with_norms())
                 sums = total.result()
@@ -208,8 +259,9 @@ class Workbench:
                     max_curvature=max_curvature,
                     curvature_samples=self._samples,
                     pad_to=self._piece(loader),
+                    joint_radius=joint_radius,
                 )
-        return Statistics(self._module, self._layout, self._subspace, sums, nominal_size)
+        return Statistics(self._module, self._layout, self._subspace, sums, nominal_size, bounds)
 
     def _piece(self, loader: DataLoader[Any]) -> int | None:
         """Number of records, public and the same for every piece of a pass, that the network always sees at once.
@@ -236,6 +288,14 @@ class Workbench:
             loss = make_criterion(self._criterion, first[1])
             self._ready = (_row_source(self._working, self._layout, self._subspace, example, self._mode), loss)
         return (*self._ready, itertools.chain([first], stream))
+
+
+def _norms(records: RecordQuadratics, joint_radius: float | None) -> dict[str, Array]:
+    """Each record's norms, by the bound they are for; private if the records are."""
+    curvature = records.curvature_norms.cpu().numpy()
+    if joint_radius is not None:
+        return {"max_grad_norm": records.joint_norms(joint_radius).cpu().numpy(), "max_curvature": curvature}
+    return {"max_grad_norm": records.gradient_norms.cpu().numpy(), "max_curvature": curvature}
 
 
 def nominal_size_of(loader: DataLoader[Any], nominal_size: int | None) -> int:

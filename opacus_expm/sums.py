@@ -29,6 +29,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.criteria import Criterion
 
 ADJACENCIES = ("add_remove", "replace_one")
+CLIPPINGS = ("separate", "joint")
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
 DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
@@ -50,12 +51,14 @@ class Sensitivity:
         parallel: every record's g_i is parallel to the only row of B_i (one output, two classes, or k = 1), which
             narrows the range.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
+        joint_radius: the radius R for which gradient and curvature were clipped jointly, None for separate bounds.
     """
 
     max_grad_norm: float
     max_curvature: float
     parallel: bool
     adjacency: str
+    joint_radius: float | None = None
 
     def width(self, radius: float) -> float:
         """W = sup u − inf u over the ball |ξ| ≤ R, u(ξ) = −ξᵀg − ½ξᵀHξ, over all records within the bounds.
@@ -68,26 +71,51 @@ class Sensitivity:
 
         attained when k and the rank of H may be 2 or more. Where g is parallel to the only row of B, a single
         coordinate t ∈ [−R, R] matters and W₁ = 2RC_g if r ≤ 1, else R·C_g(1+r)²/(2r). Replacing a record is a removal
-        and an addition: at most twice that.
+        and an addition: at most twice that. After joint clipping W is 2RC_g by construction.
         """
-        r = radius * self.max_curvature / self.max_grad_norm
-        if self.parallel:
-            shape = 2.0 if r <= 1 else (1 + r) ** 2 / (2 * r)
-        else:
-            x = r / (1 + math.hypot(1, math.sqrt(2) * r))
-            shape = math.sqrt(1 - x * x) * (2 + r * x)
-        return self._records() * radius * self.max_grad_norm * shape
+        if self.joint_radius is not None:
+            self._check_radius(radius)
+            return self._records() * 2 * radius * self.max_grad_norm
+        g, h = torch.tensor([self.max_grad_norm, self.max_curvature], dtype=torch.float64)
+        return self._records() * float(utility_width(g, h, radius, parallel=self.parallel))
+
+    def _check_radius(self, radius: float) -> None:
+        """Joint clipping fixes the radius."""
+        if radius != self.joint_radius:
+            raise ValueError(
+                f"radius={radius!r} is not the {self.joint_radius!r} for which these statistics were clipped jointly; "
+                "gather again, or use clipping='separate', which serves every radius"
+            )
 
     def lipschitz(self, radius: float) -> float:
         """Lipschitz constant on the ball of the change in Σu: C_g + R·C_H, or 2C_g + R·C_H for replace-one.
 
-        (Two curvatures within [0, C_H·I] differ by at most C_H in norm; two gradients by 2C_g.)
+        (Two curvatures within [0, C_H·I] differ by at most C_H in norm; two gradients by 2C_g.) After joint clipping,
+        |g| + R‖H‖ is largest for g = 0, where ½R²‖H‖ = 2RC_g: 4C_g, or twice that.
         """
+        if self.joint_radius is not None:
+            self._check_radius(radius)
+            return self._records() * 4 * self.max_grad_norm
         return self._records() * self.max_grad_norm + radius * self.max_curvature
 
     def _records(self) -> int:
         """How many records' worth of gradient a neighbouring data set may change."""
         return 2 if self.adjacency == "replace_one" else 1
+
+
+def utility_width(gradient_norm: Tensor, curvature_norm: Tensor, radius: float, *, parallel: bool) -> Tensor:
+    """W of a record with |g| and ‖H‖₂ as given (formula and proof in ``Sensitivity.width``); ½R²‖H‖₂ for g = 0."""
+    r = radius * curvature_norm / gradient_norm
+    if parallel:
+        shape = torch.where(r <= 1, 2.0, (1 + r) ** 2 / (2 * r))
+    else:
+        x = r / (1 + torch.sqrt(1 + 2 * r * r))
+        shape = torch.sqrt(1 - x * x) * (2 + r * x)
+    # beyond, r² overflows and the gradient no longer matters
+    steep = (gradient_norm == 0) | (r > 1e100)
+    return torch.where(
+        steep, radius**2 * curvature_norm / 2 + 2 * radius * gradient_norm, radius * gradient_norm * shape
+    )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -102,11 +130,12 @@ class ClippedSums(PrivateValues):
     max_grad_norm: float
     max_curvature: float
     parallel: bool
+    joint_radius: float | None = None
 
     def sensitivity(self, adjacency: str) -> Sensitivity:
         """What one record can change, under the given adjacency."""
         _check.one_of("adjacency", adjacency, ADJACENCIES)
-        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency)
+        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, self.joint_radius)
 
     def __repr__(self) -> str:
         return (
@@ -136,6 +165,10 @@ class RecordQuadratics(PrivateValues):
     def with_norms(self) -> RecordQuadratics:
         """Norms computed anew from gradients and factors, which a change of type has rounded."""
         return _finite_only(self.gradients, self.factors, parallel=self.parallel)
+
+    def joint_norms(self, radius: float) -> Tensor:
+        """W/(2R) of each record: the norm of a gradient that alone would move the utility as much."""
+        return utility_width(self.gradient_norms, self.curvature_norms, radius, parallel=self.parallel) / (2 * radius)
 
     def bytes(self) -> int:
         """Memory of gradients and factors."""
@@ -224,7 +257,8 @@ def _finite_only(g: Tensor, b: Tensor | None, *, parallel: bool) -> RecordQuadra
         finite = norms.isfinite()
         g = torch.where(finite[:, None], g, 0.0)
         return RecordQuadratics(g, None, torch.where(finite, norms, 0.0), torch.zeros_like(norms), parallel=parallel)
-    gram = b @ b.transpose(1, 2)
+    # BBᵀ and BᵀB have the same largest eigenvalue: the smaller matrix is taken.
+    gram = b @ b.transpose(1, 2) if b.shape[1] <= b.shape[2] else b.transpose(1, 2) @ b
     trace = gram.diagonal(dim1=1, dim2=2).sum(1)
     finite = norms.isfinite() & trace.isfinite()  # |gram| ≤ trace entrywise
     # Scaled to trace 1, so that no record can make the eigenvalue routine overflow or fail.
@@ -248,6 +282,7 @@ def clipped_sums(
     max_curvature: float,
     curvature_samples: int | None = None,
     pad_to: int | None = None,
+    joint_radius: float | None = None,
 ) -> ClippedSums:
     """Clip every record's quadratic and add, over one pass.
 
@@ -260,10 +295,11 @@ def clipped_sums(
         curvature_samples: random probes of the curvature for each record; None computes it exactly.
         pad_to: public number of records that the network always sees at once, so that a record's rounding does not
             depend on how many others share its batch.
+        joint_radius: clip gradient and curvature together, for this radius (see ``ClippedAdder``).
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
-    total = ClippedAdder(max_grad_norm, max_curvature)
+    total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
     for inputs, targets in pass_over:
         total.add(
             record_quadratics(
@@ -280,21 +316,29 @@ def clipped_sums(
 
 
 class ClippedAdder:
-    """Clips records' quadratics and adds them up, batch after batch."""
+    """Clips records' quadratics and adds them up, batch after batch.
 
-    def __init__(self, max_grad_norm: float, max_curvature: float):
-        self._bounds = (max_grad_norm, max_curvature)
+    Separately: |g_i| ≤ C_g and ‖H_i‖₂ ≤ C_H. Jointly, for one radius R: both are scaled by min(1, 2RC_g/W_i), W_i being
+    the width of the record's own utility (``utility_width``), so that no utility is wider than 2RC_g; C_H is then 4C_g/R.
+    """
+
+    def __init__(self, max_grad_norm: float, max_curvature: float, joint_radius: float | None = None):
+        self._bounds, self._joint_radius = (max_grad_norm, max_curvature), joint_radius
         self._g: Tensor | None = None
         self._s: Tensor | None = None
         self._parallel = False
 
     def add(self, records: RecordQuadratics) -> None:
         """Add one batch; factors are left out where max_curvature is 0."""
-        g = (records.gradients * _clip(records.gradient_norms, self._bounds[0])[:, None]).sum(0)
+        if self._joint_radius is None:
+            scale = _clip(records.gradient_norms, self._bounds[0])
+            scale_h = _clip(records.curvature_norms, self._bounds[1])
+        else:
+            scale = scale_h = _clip(records.joint_norms(self._joint_radius), self._bounds[0])
+        g = (records.gradients * scale[:, None]).sum(0)
         self._g = g if self._g is None else self._g + g
         if records.factors is not None and self._bounds[1] > 0:
-            scale = _clip(records.curvature_norms, self._bounds[1]).sqrt()
-            b = (records.factors * scale[:, None, None]).flatten(0, 1)
+            b = (records.factors * scale_h.sqrt()[:, None, None]).flatten(0, 1)
             self._s = b.T @ b if self._s is None else self._s.addmm_(b.T, b)
         self._parallel = records.parallel
 
@@ -302,7 +346,8 @@ class ClippedAdder:
         """G and S so far."""
         if self._g is None:
             raise ValueError("loader is empty: it yielded no record")
-        return ClippedSums(self._g, self._s, *self._bounds, self._parallel or self._g.shape[0] == 1)
+        parallel = self._parallel or self._g.shape[0] == 1
+        return ClippedSums(self._g, self._s, *self._bounds, parallel, self._joint_radius)
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:
