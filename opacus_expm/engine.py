@@ -813,6 +813,8 @@ def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, pr
         )
     if max_curvature is None and projection == "preconditioned":
         max_curvature = 0.0
+    if max_curvature is None and clipping == "joint":
+        return {**_checked_bounds(max_grad_norm, 0.0, projection, clipping), "max_curvature": math.inf}
     return {
         "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
         "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
