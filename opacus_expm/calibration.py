@@ -113,14 +113,26 @@ def remainder(epsilon: float, spent: float) -> float:
     return left
 
 
-def default_regularization(max_grad_norm: float, radius: float) -> float:
-    """λ = C_g/R: the least ridge for which the ball is never in the way of the mean.
+def default_regularization(
+    max_grad_norm: float, max_curvature: float, *, radius: float, proj_dim: int, rank: int
+) -> float:
+    """A ridge λ from public numbers that keeps the quadratic honest.
 
-    |(S + λN)⁻¹G| ≤ |G|/(λN) ≤ C_g/λ for at most N records, whatever the curvature: even where clipping has made it vanish,
-    the step −(S + λN)⁻¹G cannot overshoot the radius that was asked for. It is the source paper's rule R = ḡ/(λ + e_min)
-    [eq:defRbar] with e_min = 0, solved for λ, and a function of public numbers.
+    Without private curvature (C_H = 0), λ = C_g/R: then |G|/(λN) ≤ C_g/λ = R for at most N records, so that the step cannot
+    overshoot the ball. It is the source paper's rule R = ḡ/(λ + e_min) [eq:defRbar] with e_min = 0, solved for λ.
+
+    With private curvature, λ = rank·C_H/k: clipping takes curvature away, most of it from the records that have most. What
+    one record at the bound can have is at most rank·C_H in trace; the ridge adds as much for every record, spread over the
+    k directions, so that no direction is left flat and the prior is of the size of what was clipped.
+
+    Args:
+        max_grad_norm: C_g.
+        max_curvature: C_H.
+        radius: R.
+        proj_dim: k.
+        rank: of one record's curvature, at the most.
     """
-    return max_grad_norm / radius
+    return max_grad_norm / radius if max_curvature == 0 else rank * max_curvature / proj_dim
 
 
 def check_request(epsilon: float, delta: float, radius: float, regularization: float | None, calibration: str) -> None:

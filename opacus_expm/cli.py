@@ -1,53 +1,51 @@
-"""The command line: ``opacus-expm demo`` and ``opacus-expm epsilon``."""
+"""The command line: ``opacus-expm compare`` and ``opacus-expm epsilon``."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from opacus_expm import _check, tasks
+from opacus_expm import tasks
 from opacus_expm.accountant import ExpMAccountant
-from opacus_expm.engine import ExpMQuadEngine
+from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
 
 
-def demo(epsilon: float, radius: float, proj_dim: int, seed: int) -> str:
-    """Fine-tune the sine regression privately; a table of losses and the ε spent.
-
-    The noise is fresh in every run; ``seed`` fixes the data, the pretraining and the subspace only.
-    """
-    _check.positive("epsilon", epsilon)
-    _check.positive("radius", radius)
-    _check.positive_int("proj_dim", proj_dim)
-    task = tasks.sine(_check.seed("seed", seed))
-    engine = ExpMQuadEngine()
-    private = engine.make_private_expm(
-        task.model,
-        DataLoader(task.private, batch_size=500),
-        epsilon,
-        radius,
-        proj_dim,
-        criterion=task.criterion,
-        public_loader=DataLoader(task.public, batch_size=500),
-        projection_seed=seed,
+def compared(
+    name: str,
+    epsilons: Sequence[float] | None,
+    delta: float,
+    draws: int,
+    seeds: int | None,
+    trials: int,
+    out: Path,
+    quick: bool,
+    data_dir: Path | None,
+) -> Comparison:
+    """A task's comparison, with its table, CSV, JSON and figure in ``out``."""
+    task = tasks.sine() if name == "sine" else getattr(tasks, name)(data_dir=data_dir)
+    found = compare(
+        task,
+        epsilons or ((0.1, 1.0, 10.0) if quick else (0.1, 0.3, 1.0, 3.0, 10.0)),
+        delta=delta,
+        draws=draws,
+        trials=trials,
+        seeds=seeds or (3 if quick else 5),
+        quick=quick,
+        out=out,
     )
-    unprotected = copy.deepcopy(task.model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tasks.fit(unprotected, task.private, task.criterion, epochs=100, batch_size=500, learning_rate=1e-2)
-    rows = [("zero-shot", task.model), ("private", private), ("non-private", unprotected)]
-    lines = ["test loss (mean squared error) of the sine regression"]
-    lines += [f"  {name:12s} {tasks.loss(model, task.test, task.criterion):.4f}" for name, model in rows]
-    lines.append(f"spent: epsilon = {engine.get_epsilon(delta=0.0):g} at delta = 0")
-    return "\n".join(lines)
+    found.to_csv(out / f"{name}.csv")
+    found.to_json(out / f"{name}.json")
+    try:
+        found.plot(out / f"{name}.png")
+    except ImportError as error:  # the numbers are there without it
+        print(f"no figure: {error}", file=sys.stderr)
+    return found
 
 
 def spent(ledger: Path, delta: float) -> dict[str, Any]:
@@ -94,11 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
     parser = argparse.ArgumentParser(prog="opacus-expm", description="One-shot private fine-tuning.")
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("demo", help="fine-tune the paper's sine regression (synthetic, no download)")
-    show.add_argument("--epsilon", type=float, default=1.0, help="privacy budget (default: %(default)s)")
-    show.add_argument("--radius", type=float, default=0.1, help="how far the weights may move (default: %(default)s)")
-    show.add_argument("--proj-dim", type=int, default=20, help="dimension of the subspace (default: %(default)s)")
-    show.add_argument("--seed", type=int, default=0, help="of data and subspace, not of noise (default: %(default)s)")
+    side = commands.add_parser("compare", help="zero-shot, non-private, Opacus DP-SGD and ExpM-Quad side by side")
+    side.add_argument("task", choices=("sine", "mnist", "icu"), help="sine is synthetic; the others need data")
+    side.add_argument("--epsilon", type=float, nargs="+", help="budgets (default: 0.1 0.3 1 3 10; quick: 0.1 1 10)")
+    side.add_argument(
+        "--delta", type=float, default=1e-5, help="of DP-SGD and of ExpM-Quad (ε, δ) (default: %(default)s)"
+    )
+    side.add_argument("--draws", type=int, default=1, help="above 1: simulated draws a seed instead of one release")
+    side.add_argument("--seeds", type=int, help="runs of each method (default: 5; quick: 3)")
+    side.add_argument("--trials", type=int, default=2, help="runs of each candidate in tuning (default: %(default)s)")
+    side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
+    side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
+    side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
     cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
     cost.add_argument(
@@ -107,11 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cost.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
-        if options.command == "demo":
-            print(demo(options.epsilon, options.radius, options.proj_dim, options.seed))
+        if options.command == "compare":
+            out = options.out or Path(f"comparison-{options.task}")
+            result = compared(
+                options.task,
+                options.epsilon,
+                options.delta,
+                options.draws,
+                options.seeds,
+                options.trials,
+                out,
+                options.quick,
+                options.data_dir,
+            )
+            print(result.table())
+            print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         else:
             found = spent(options.ledger, options.delta)
             print(json.dumps(found, indent=1) if options.json else _spent_text(found))
-    except (TypeError, ValueError) as error:
+    except (FileNotFoundError, TypeError, ValueError) as error:
         parser.error(str(error))
     return 0

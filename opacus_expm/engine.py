@@ -18,8 +18,9 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, data
+from opacus_expm import _check, data, swap
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import QUANTILES, Uniforms, private_quantile, quantile_epsilon, warn_if_unreliable
 from opacus_expm.calibration import (
@@ -149,7 +150,8 @@ class ExpMQuadEngine:
                 private**; a warning says so and ``get_epsilon`` then refuses to state a guarantee.
             clipping: ``"separate"`` bounds for gradient and curvature, or ``"joint"``: a record's gradient and curvature are
                 scaled together, so that its utility is no wider over the ball than that of a gradient of ``max_grad_norm``.
-            regularization: λ ≥ 0, ridge per record on |ξ|². The default is C_g/R (see ``default_regularization``).
+            regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature (see
+                ``calibration.default_regularization``).
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
@@ -176,74 +178,193 @@ class ExpMQuadEngine:
         **Privacy:** the result is (ε, δ)-DP with respect to the loader's records under the given adjacency, and the
         ledger is charged before each draw. With several rounds every round's model is covered, not only the last.
         """
-        radii = _radii(radius, rounds)
-        for r in radii:
-            self._check_release(epsilon, delta, r, regularization, adjacency, calibration)
-        check_noise_generator(noise_generator)  # a wrong type must not cost a pass
-        self._sampler(sampler)
-        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
-        size = nominal_size_of(data.check_loader(loader), nominal_size)
-        seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
-        prices = _prices(given, epsilon, size) if public_loader is None and bounds is None else {}
-        ridge = regularization != 0
-        ways = allowances(epsilon, delta, prices=list(prices.values()), rounds=rounds, ridge=ridge)
-        if calibration == "gaussian":
-            ways = [way for way in ways if way.mu > 0]
-        if calibration == "paper":
-            ways = ways[:1]
-        options: dict[str, Any] = {
-            "criterion": criterion,
-            "public_loader": public_loader,
-            "bounds": bounds,
-            "clipping": clipping,
-            "adjacency": adjacency,
-            "projection": projection,
-            "public_rank": public_rank,
-            "damping": damping,
-            "nominal_size": nominal_size,
-            "grad_sample_mode": grad_sample_mode,
-            "curvature_samples": curvature_samples,
-            "max_physical_batch_size": max_physical_batch_size,
-            "noise_generator": noise_generator,
-            "progress": progress,
-        }
-        drawing: dict[str, Any] = {
-            "regularization": regularization,
-            "adjacency": adjacency,
-            "calibration": calibration,
-        }
-        module, statistics = model, None
-        with self.accountant.planned(self._plans(ways, prices, rounds, ridge, calibration, adjacency), epsilon, delta):
-            curvature = self._public_curvature(model, proj_dim, **options)
-            for number, r in enumerate(radii):
-                statistics = self._gather(
-                    module,
-                    loader,
-                    proj_dim,
-                    epsilon=epsilon,
-                    radius=r,
-                    projection_seed=None if seed is None else seed + number,
-                    given=given,
-                    curvature=curvature,
-                    known=statistics,
-                    **options,
-                )
-                if number == 0:
-                    way = max(
-                        ways, key=lambda w: self._calibrate(statistics, w, radii[0], **drawing).inverse_temperature
-                    )
-                module = self._draw(
-                    statistics,
-                    way,
-                    r,
-                    epsilon=epsilon,
-                    delta=delta,
-                    sampler=sampler,
-                    noise_generator=noise_generator,
-                    place=(number + 1, rounds),
-                    **drawing,
-                )
+        plan = self._rounds(
+            loader,
+            proj_dim,
+            epsilon=epsilon,
+            delta=delta,
+            radius=radius,
+            rounds=rounds,
+            max_grad_norm=max_grad_norm,
+            max_curvature=max_curvature,
+            projection_seed=projection_seed,
+            regularization=regularization,
+            adjacency=adjacency,
+            calibration=calibration,
+            sampler=sampler,
+            criterion=criterion,
+            public_loader=public_loader,
+            bounds=bounds,
+            clipping=clipping,
+            projection=projection,
+            public_rank=public_rank,
+            damping=damping,
+            nominal_size=nominal_size,
+            grad_sample_mode=grad_sample_mode,
+            curvature_samples=curvature_samples,
+            max_physical_batch_size=max_physical_batch_size,
+            noise_generator=noise_generator,
+            progress=progress,
+        )
+        module = model
+        with plan.admitted():
+            for number in range(plan.count):
+                module = plan.draw(plan.begin(module, number)(loader), number)
         return module
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | None,
+        radius: float | Sequence[float],
+        proj_dim: int | None,
+        max_curvature: float | None = 0.0,
+        public_loader: DataLoader[Any] | None = None,
+        regularization: float | None = None,
+        adjacency: str = "add_remove",
+        calibration: str = "auto",
+        sampler: str | Sampler = "exact",
+        projection: str = "stiefel",
+        projection_seed: int | None = None,
+        public_rank: int = PUBLIC_RANK,
+        damping: float | None = None,
+        nominal_size: int | None = None,
+        curvature_samples: int | None = None,
+        max_physical_batch_size: int | None = None,
+        noise_generator: torch.Generator | np.random.Generator | None = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = False,
+        clipping: str = "flat",
+        grad_sample_mode: str | None = "ghost",
+        wrap_model: bool = True,
+        progress: bool | None = None,
+    ) -> swap.StandIns:
+        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode: an epoch of the loop is a round.
+
+        The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged: statistics
+        are gathered in ``backward``, and the ``step`` after an epoch's last batch draws the next weights. What the loop may
+        and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
+
+        Args:
+            module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
+                ``requires_grad`` move, and have to be the optimizer's.
+            optimizer: the loop's; its learning rate plays no part.
+            criterion: the loss; cross-entropy by default, as with Opacus.
+            data_loader: private data, every record once an epoch (see ``opacus_expm.data``).
+            target_epsilon: ε of all epochs together.
+            target_delta: δ of all epochs together; 0 gives pure ε-DP.
+            epochs: T, the number of rounds. Fewer may be run, and cost less.
+            max_grad_norm: C_g; None measures it on ``public_loader``.
+            radius: R > 0, how far the parameters may move in a round; one number, or one for each round.
+            proj_dim: dimension k of the random subspace; None works in the full parameter space.
+            max_curvature: C_H; by default no private curvature is used. None measures it on ``public_loader``.
+            public_loader: public data for bounds and projections, as in ``make_private_expm``.
+            regularization: as in ``make_private_expm``, like all that is not named here.
+            adjacency: likewise.
+            calibration: likewise.
+            sampler: likewise.
+            projection: likewise.
+            projection_seed: likewise.
+            public_rank: likewise.
+            damping: likewise.
+            nominal_size: likewise.
+            curvature_samples: likewise.
+            max_physical_batch_size: likewise; the loader's batch by default.
+            noise_generator: likewise.
+            batch_first: True; a record is a row of its batch.
+            loss_reduction: that of the criterion.
+            poisson_sampling: False; every record counts exactly once an epoch.
+            clipping: ``"flat"``, with one bound for a record's gradient (and one for its curvature), or ``"joint"``.
+            grad_sample_mode: ``"ghost"`` for hooks where they can serve; ``"hooks"`` or ``"functorch"`` insist.
+            wrap_model: True, though nothing is wrapped.
+            progress: show a bar for passes over public data.
+
+        Returns:
+            (module, optimizer, criterion, data_loader) for the loop. ``module`` is the one that came.
+
+        Raises:
+            TypeError, ValueError: bad input; nothing is charged or changed.
+            BudgetExceeded: the rounds together do not fit the budget.
+
+        **Privacy:** that of ``make_private_expm(..., rounds=epochs)``, with the same entries in the ledger: the plan is
+        admitted here, and every draw is charged before it is made. Losses of the loop are private, and have no value.
+        """
+        module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
+        clipping, grad_sample_mode = swap.check_protocol(
+            loss,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+        )
+        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
+        missing = [name for name, value in given.items() if value is None]
+        if missing and public_loader is None:
+            raise ValueError(
+                f"{missing[0]} must be given, or public_loader= to measure it on public data: a loop has no pass over the "
+                "private data in which it could be bought; make_private_expm has"
+            )
+        rounds = self._rounds(
+            data_loader,
+            proj_dim,
+            epsilon=_check.positive("target_epsilon", target_epsilon),
+            delta=_check.fraction("target_delta", target_delta),
+            radius=radius,
+            rounds=_check.positive_int("epochs", epochs),
+            max_grad_norm=max_grad_norm,
+            max_curvature=max_curvature,
+            projection_seed=projection_seed,
+            regularization=regularization,
+            adjacency=adjacency,
+            calibration=calibration,
+            sampler=sampler,
+            criterion=loss,
+            public_loader=public_loader,
+            bounds=None,
+            clipping=clipping,
+            projection=projection,
+            public_rank=public_rank,
+            damping=damping,
+            nominal_size=nominal_size,
+            grad_sample_mode=grad_sample_mode,
+            curvature_samples=curvature_samples,
+            # Batches come one by one: the size of a piece cannot be read off the loader they come from.
+            max_physical_batch_size=max_physical_batch_size or data_loader.batch_size,
+            noise_generator=noise_generator,
+            progress=progress,
+        )
+        return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
+
+    def make_private(self, **_: object) -> NoReturn:
+        """Not here: a noise multiplier has no meaning for the exponential mechanism.
+
+        Raises:
+            NotImplementedError: naming what to use instead.
+        """
+        raise NotImplementedError(
+            "make_private(noise_multiplier=...) has no meaning here, where no noise is added to gradients: use "
+            "make_private_with_epsilon(target_epsilon=..., radius=..., proj_dim=...) for a training loop, or "
+            "make_private_expm(model, loader, epsilon, radius, proj_dim) without one"
+        )
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """The module itself: what Opacus has to replace, such as BatchNorm, is served here in evaluation mode.
+
+        Raises:
+            TypeError, ValueError: the module cannot be used; with the reason and the way out.
+        """
+        return check_module(module)
 
     def gather(
         self,
@@ -298,7 +419,7 @@ class ExpMQuadEngine:
         given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
         if projection_seed is not None:
             _check.seed("projection_seed", projection_seed)
-        return self._gather(
+        bench, settled = self._settle(
             model,
             loader,
             proj_dim,
@@ -310,8 +431,9 @@ class ExpMQuadEngine:
             known=None,
             **options,
         )
+        return bench.gather(loader, **settled)
 
-    def _gather(
+    def _settle(
         self,
         model: nn.Module,
         loader: DataLoader[Any],
@@ -336,9 +458,9 @@ class ExpMQuadEngine:
         progress: bool | None,
         given: Bounds,
         curvature: PublicCurvature | None,
-        known: Statistics | None,
-    ) -> Statistics:
-        """``gather``, with public curvature in hand and, after the first round, with the bounds of that."""
+        known: tuple[Bounds, str] | None,
+    ) -> tuple[Workbench, dict[str, Any]]:
+        """What ``gather`` needs before its pass: a workbench, and the bounds, after the first round those of that."""
         seed = secrets.randbits(63) if projection_seed is None else projection_seed
         settings: dict[str, Any] = {
             "criterion": criterion,
@@ -366,8 +488,7 @@ class ExpMQuadEngine:
         missing = [name for name, value in given.items() if value is None]
         source = "given"
         if known is not None:
-            given = {"max_grad_norm": known.sums.max_grad_norm, "max_curvature": known.sums.max_curvature}
-            source = known.bounds
+            given, source = known
         elif bounds == "paper":
             given, source = self._paper_bounds(model, loader, settings), "paper"
         elif missing and public_loader is not None:
@@ -388,15 +509,14 @@ class ExpMQuadEngine:
         assert c_h is not None
         if joint_radius is not None and c_h > 0:
             c_h = 4 * c_g / joint_radius
-        return bench.gather(
-            loader,
-            max_grad_norm=c_g,
-            max_curvature=c_h,
-            nominal_size=size,
-            bounds=source,
-            joint_radius=joint_radius,
-            remembered=remembered,
-        )
+        return bench, {
+            "max_grad_norm": c_g,
+            "max_curvature": c_h,
+            "nominal_size": size,
+            "bounds": source,
+            "joint_radius": joint_radius,
+            "remembered": remembered,
+        }
 
     def _public_curvature(
         self,
@@ -450,7 +570,7 @@ class ExpMQuadEngine:
         warnings.warn(
             "bounds='paper' reads the clipping bounds off the private data: the release is NOT differentially private",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         gradient, curvature = _full_space(model, **settings).paper_bounds(loader)
         return {"max_grad_norm": gradient, "max_curvature": curvature}
@@ -701,6 +821,60 @@ class ExpMQuadEngine:
             return False
         return True
 
+    def _rounds(
+        self,
+        loader: DataLoader[Any],
+        proj_dim: int | None,
+        *,
+        epsilon: float,
+        delta: float,
+        radius: float | Sequence[float],
+        rounds: int,
+        max_grad_norm: float | None,
+        max_curvature: float | None,
+        projection_seed: int | None,
+        regularization: float | None,
+        calibration: str,
+        sampler: str | Sampler,
+        **options: Any,
+    ) -> _Rounds:
+        """Everything about several rounds that can be refused before any data is touched, and their plan."""
+        radii = _radii(radius, rounds)
+        for r in radii:
+            self._check_release(epsilon, delta, r, regularization, options["adjacency"], calibration)
+        check_noise_generator(options["noise_generator"])  # a wrong type must not cost a pass
+        self._sampler(sampler)
+        given = _checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
+        size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
+        seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
+        buys = options["public_loader"] is None and options["bounds"] is None
+        prices = _prices(given, epsilon, size) if buys else {}
+        ridge = regularization != 0
+        ways = allowances(epsilon, delta, prices=list(prices.values()), rounds=rounds, ridge=ridge)
+        if calibration == "gaussian":
+            ways = [way for way in ways if way.mu > 0]
+        if calibration == "paper":
+            ways = ways[:1]
+        return _Rounds(
+            self,
+            ways,
+            self._plans(ways, prices, rounds, ridge, calibration, options["adjacency"]),
+            radii,
+            seed,
+            gathering={"loader": loader, "proj_dim": proj_dim, "epsilon": epsilon, "given": given, **options},
+            calibrating={
+                "regularization": regularization,
+                "adjacency": options["adjacency"],
+                "calibration": calibration,
+            },
+            drawing={
+                "epsilon": epsilon,
+                "delta": delta,
+                "sampler": sampler,
+                "noise_generator": options["noise_generator"],
+            },
+        )
+
     def _check_release(
         self,
         epsilon: float,
@@ -770,6 +944,78 @@ class ExpMQuadEngine:
         )
 
 
+class _Rounds:
+    """T rounds that were asked for and checked: what each gathers, from which weights, and what it draws.
+
+    Whatever later rounds take over from the first (public curvature, bounds, the way to split the budget) is kept here.
+    """
+
+    def __init__(
+        self,
+        engine: ExpMQuadEngine,
+        ways: list[Allowance],
+        plans: list[list[PlannedEvent]],
+        radii: list[float],
+        seed: int | None,
+        *,
+        gathering: dict[str, Any],
+        calibrating: dict[str, Any],
+        drawing: dict[str, Any],
+    ):
+        self._engine, self._ways, self._plans = engine, ways, plans
+        self._radii, self._seed = radii, seed
+        self._gathering, self._calibrating, self._drawing = gathering, calibrating, drawing
+        self._way: Allowance | None = None
+        self._curvature: PublicCurvature | None = None
+        self._known: tuple[Bounds, str] | None = None
+
+    @property
+    def count(self) -> int:
+        """T."""
+        return len(self._radii)
+
+    def admitted(self) -> AbstractContextManager[None]:
+        """All draws admitted to the budget, together or not at all; they are to be made inside."""
+        return self._engine.accountant.planned(self._plans, self._drawing["epsilon"], self._drawing["delta"])
+
+    def begin(self, module: nn.Module, number: int) -> Callable[[DataLoader[Any]], Statistics]:
+        """A round that starts from ``module``: the function from a loader to the statistics of its records."""
+        if number == 0:
+            self._curvature = self._engine._public_curvature(module, **self._gathering)
+        bench, settled = self._engine._settle(
+            module,
+            radius=self._radii[number],
+            projection_seed=None if self._seed is None else self._seed + number,
+            curvature=self._curvature,
+            known=self._known,
+            **self._gathering,
+        )
+        return functools.partial(bench.gather, **settled)
+
+    def draw(self, statistics: Statistics, number: int) -> nn.Module:
+        """Charge, then draw."""
+        if self._way is None or self._known is None:
+            self._way = max(
+                self._ways,
+                key=lambda way: (
+                    self._engine._calibrate(statistics, way, self._radii[0], **self._calibrating).inverse_temperature
+                ),
+            )
+            sums = statistics.sums
+            self._known = (
+                {"max_grad_norm": sums.max_grad_norm, "max_curvature": sums.max_curvature},
+                statistics.bounds,
+            )
+        return self._engine._draw(
+            statistics,
+            self._way,
+            self._radii[number],
+            place=(number + 1, self.count),
+            **self._calibrating,
+            **self._drawing,
+        )
+
+
 def _radii(radius: float | Sequence[float], rounds: int) -> list[float]:
     """One radius for each round."""
     _check.positive_int("rounds", rounds)
@@ -784,7 +1030,10 @@ def _ridge(statistics: Statistics, radius: float, regularization: float | None) 
     """λ as given, or the default."""
     if regularization is not None:
         return float(regularization)
-    return default_regularization(statistics.sums.max_grad_norm, radius)
+    sums = statistics.sums
+    return default_regularization(
+        sums.max_grad_norm, sums.max_curvature, radius=radius, proj_dim=statistics.projection.dim, rank=sums.rank
+    )
 
 
 def _full_space(model: nn.Module, **settings: Any) -> Workbench:

@@ -314,7 +314,8 @@ class Subspace:
 
     Args:
         kind: ``"stiefel"`` (dense, the paper's), ``"sparse"`` (O(p) memory), ``"public"`` (leading eigenvectors of public
-            curvature) or ``"preconditioned"`` (a sparse subspace, or the full space, seen through public curvature).
+            curvature) or ``"preconditioned"`` (the full space, the leading eigenvectors, or where k exceeds their number a
+            sparse subspace, seen through public curvature).
         dim: k, or None for the full space.
         seed: public seed.
         curvature: of public data, for the last two kinds.
@@ -346,7 +347,11 @@ class Subspace:
                     f"proj_dim={self.dim} asks for more eigenvectors than public_loader's records have, {vectors.shape[1]}"
                 )
             return Stiefel(vectors[:, : self.dim].contiguous(), None, kind="public")
-        base = make_projection("sparse", size, self.dim, self.seed, device=device, dtype=dtype)
+        base: Projection
+        if self.dim is not None and self.dim <= vectors.shape[1]:
+            base = Stiefel(vectors[:, : self.dim].contiguous(), None, kind="public")
+        else:
+            base = make_projection("sparse", size, self.dim, self.seed, device=device, dtype=dtype)
         values = self.curvature.eigenvalues.clamp(min=0)
         damping = float(values[-1]) if self.damping is None else self.damping
         if damping <= 0:

@@ -37,6 +37,7 @@ from opacus_expm.sums import (
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
+PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 PAPER_INFLATION = 1.1
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
@@ -151,7 +152,7 @@ class Workbench:
         return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
     def public_curvature(self, public_loader: DataLoader[Any], rank: int) -> PublicCurvature:
-        """Leading eigenpairs of the Gauss-Newton matrix, on as many public records as fit into ``CACHE_BYTES``.
+        """Leading eigenpairs of the Gauss-Newton matrix, on as many public records as fit into ``PUBLIC_BYTES``.
 
         The workbench's own subspace must be the full space.
         """
@@ -161,7 +162,7 @@ class Workbench:
             for batch in self._records(public_loader, "public_loader", curvature=True):
                 assert batch.factors is not None
                 rows = batch.factors.flatten(0, 1).to(self._dtype)
-                if kept and size + rows.nbytes > CACHE_BYTES:
+                if kept and size + rows.nbytes > PUBLIC_BYTES:
                     break
                 kept.append(rows)
                 records, size = records + len(batch.gradients), size + rows.nbytes

@@ -122,6 +122,8 @@ def utility_width(gradient_norm: Tensor, curvature_norm: Tensor, radius: float, 
 class ClippedSums(PrivateValues):
     """G and S of one pass: private data, to be used by a draw that is charged, and shown to nobody.
 
+    ``rank`` is public: the most that one record's curvature can have.
+
     **Privacy:** holds private values. ``repr`` shows shapes and bounds only, and pickling is refused.
     """
 
@@ -130,6 +132,7 @@ class ClippedSums(PrivateValues):
     max_grad_norm: float
     max_curvature: float
     parallel: bool
+    rank: int = 0
     joint_radius: float | None = None
 
     def sensitivity(self, adjacency: str) -> Sensitivity:
@@ -327,6 +330,7 @@ class ClippedAdder:
         self._g: Tensor | None = None
         self._s: Tensor | None = None
         self._parallel = False
+        self._rank = 0
 
     def add(self, records: RecordQuadratics) -> None:
         """Add one batch; factors are left out where max_curvature is 0."""
@@ -340,6 +344,7 @@ class ClippedAdder:
         if records.factors is not None and self._bounds[1] > 0:
             b = (records.factors * scale_h.sqrt()[:, None, None]).flatten(0, 1)
             self._s = b.T @ b if self._s is None else self._s.addmm_(b.T, b)
+            self._rank = min(records.factors.shape[1:])
         self._parallel = records.parallel
 
     def result(self) -> ClippedSums:
@@ -347,7 +352,7 @@ class ClippedAdder:
         if self._g is None:
             raise ValueError("loader is empty: it yielded no record")
         parallel = self._parallel or self._g.shape[0] == 1
-        return ClippedSums(self._g, self._s, *self._bounds, parallel, self._joint_radius)
+        return ClippedSums(self._g, self._s, *self._bounds, parallel, self._rank, self._joint_radius)
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:

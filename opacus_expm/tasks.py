@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ def sine(seed: int = 0, records: int = 5000) -> Task:
     test = draw(0.9, 0.35, 0.25, shifted=True)
     criterion = nn.MSELoss()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         while True:
             model = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1))
             fit(model, public, criterion, epochs=300, batch_size=500, learning_rate=2e-2)
@@ -90,9 +91,11 @@ def mnist(
     with MNIST's usual mean and deviation, 0.1307 and 0.3081. The model is :func:`cnn`.
 
     Pretraining sees the public set only: 20 epochs of Adam in batches of 128, with a one-cycle learning rate of at most
-    1e-3 and the paper's weight decay, 1e-2 (added to the gradient). The paper has 100 epochs in batches of 1024, a
-    similar number of steps. It takes less than a minute on two cores; the weights are kept in the cache
-    (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``).
+    1e-3 and a weight decay, added to the gradient, of 1e-2 (5e-3 with ``"mse"``, whose gradients are smaller). The paper
+    has 100 epochs in batches of 1024, a similar number of steps, at 1e-3 and 1e-2. It takes less than a minute on two
+    cores; the weights are kept in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``). Weight decay decides
+    how well noise is borne: before fine-tuning, about 86 (``"mse"``: @MSE@) noisy and 98 (97) clean test images in a hundred
+    are recognised, in the paper 80.3 and 95.3.
 
     Args:
         seed: of the choice of images, the noise and the pretraining.
@@ -126,18 +129,18 @@ def mnist(
     private = prepare(train_images[chosen[records:]], train_labels[chosen[records:]], noisy=True)
     test = prepare(test_images, test_labels, noisy=True)
     criterion = nn.CrossEntropyLoss() if loss == "cross_entropy" else nn.MSELoss()
+    weight_decay = 1e-2 if loss == "cross_entropy" else 5e-3
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = cnn()
-        _fit_once(
-            model,
-            public,
-            criterion,
-            {"task": "mnist", "recipe": 1, "seed": seed, "records": records, "loss": loss},
-            epochs=20,
-            batch_size=128,
-            learning_rate=1e-3,
-            weight_decay=1e-2,
+
+        def train() -> None:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast
+            fit(model, public, criterion, epochs=20, batch_size=128, learning_rate=1e-3, weight_decay=weight_decay)
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+        _train_once(
+            model, train, public, {"task": "mnist", "recipe": 1, "seed": seed, "records": records, "loss": loss}
         )
     return Task(model, public, private, test, criterion, name="mnist", metric="accuracy")
 
@@ -157,7 +160,7 @@ def icu(seed: int = 0, *, data_dir: AnyPath | None = None, balanced: bool = True
 
     The model is linear, with one output and the logistic loss: the stay is predicted to end in death where the output
     is positive. A second output would change no prediction and double the parameters that noise is added to.
-    Pretraining is the paper's: 1,000 epochs on all data at once, learning rate 0.05, weight decay 0.1.
+    Pretraining finds the minimum of the loss with the paper's weight decay, 0.1 (where the paper has 1,000 epochs).
 
     Args:
         seed: of the choice of survivors.
@@ -243,10 +246,8 @@ def _clinical(name: str, public: Table, private: Table, test: Table, *, seed: in
     tensors = prepare("public", public), prepare("private", private), prepare("test", test)
     criterion = nn.BCEWithLogitsLoss()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         model = nn.Linear(len(public.columns), 1)
-        every = len(tensors[0])
-        fit(model, tensors[0], criterion, epochs=1000, batch_size=every, learning_rate=0.05, weight_decay=0.1)
+    _solve(model, tensors[0], criterion, weight_decay=0.1)
     return Task(model, *tensors, criterion=criterion, name=name, metric="accuracy" if balanced else "loss")
 
 
@@ -259,6 +260,26 @@ def _scaling(table: Table) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.floa
                 "leave it out of all three sets"
             )
     return np.nanmean(table.features, axis=0), np.nanstd(table.features, axis=0)
+
+
+def _solve(model: nn.Linear, dataset: TensorDataset, criterion: nn.Module, *, weight_decay: float) -> None:
+    """The minimum of a convex loss plus λ‖θ‖²/2, in place."""
+    x, y = (tensor.double() for tensor in dataset.tensors)
+    model.double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        penalty = sum((parameter.square().sum() for parameter in model.parameters()), x.new_zeros(()))
+        value: Tensor = criterion(model(x), y) + weight_decay / 2 * penalty
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.zero_grad()
+    model.float()
 
 
 def cnn() -> nn.Module:
@@ -301,23 +322,19 @@ def fit(
             schedule.step()
 
 
-def _fit_once(
-    model: nn.Module, dataset: TensorDataset, criterion: nn.Module, key: dict[str, Any], **options: Any
-) -> None:
-    """:func:`fit`, or the weights that it found earlier with the same key, options and data."""
-    digest = hashlib.sha256(json.dumps([key, options], sort_keys=True).encode())
+def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorDataset, facts: dict[str, Any]) -> None:
+    """Train a model in place, or take the weights found earlier with the same data and facts from the cache."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for tensor in dataset.tensors:
         digest.update(tensor.numpy().tobytes())
-    kept = datasets.cache_dir() / "weights" / f"{key['task']}-{digest.hexdigest()[:16]}.pt"
+    kept = datasets.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
     start = copy.deepcopy(model.state_dict())
     try:
         model.load_state_dict(torch.load(kept, weights_only=True))
         return
     except Exception:  # absent, or damaged in one of many ways
         model.load_state_dict(start)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast
-    fit(model, dataset, criterion, **options)
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    train()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     datasets.remember(kept, buffer.getvalue())

@@ -1,0 +1,253 @@
+"""Settings for a private run, found on public data alone.
+
+``suggest`` rehearses private fine-tuning: public records, shifted as the private ones might be, stand in for them, every
+candidate setting is run on a part of these with as much noise as the real run would have, and judged on the rest. Nothing
+private is touched, so the choice costs no privacy, however many candidates are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm import _check, curves, data
+from opacus_expm.criteria import make_criterion
+from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
+from opacus_expm.model import check_module
+
+RECORDS = 4096  # public records that take part
+_HELD_OUT = 0.25
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting to try: arguments of ``make_private_expm``."""
+
+    projection: str
+    proj_dim: int | None
+    rounds: int
+    radius: float
+
+
+@dataclass(frozen=True, eq=False)
+class Suggestion:
+    """Settings for ``make_private_expm``, and how they were found; all public.
+
+    Attributes:
+        candidate: projection, dimension, rounds and radius.
+        regularization: λ.
+        max_grad_norm: C_g.
+        max_curvature: C_H.
+        public_loader: the shifted public records, which public projections need.
+        tried: every candidate with its mean held-out loss in the rehearsal, best first.
+        zero_shot: the held-out loss of the model as it is.
+    """
+
+    candidate: Candidate
+    regularization: float
+    max_grad_norm: float
+    max_curvature: float
+    public_loader: DataLoader[Any]
+    tried: tuple[tuple[Candidate, float], ...]
+    zero_shot: float
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``make_private_expm``, after model, loader and budget."""
+        return {
+            "radius": self.candidate.radius,
+            "proj_dim": self.candidate.proj_dim,
+            "projection": self.candidate.projection,
+            "rounds": self.candidate.rounds,
+            "regularization": self.regularization,
+            "max_grad_norm": self.max_grad_norm,
+            "max_curvature": self.max_curvature,
+            "public_loader": self.public_loader,
+        }
+
+    def __str__(self) -> str:
+        c = self.candidate
+        space = "the full space" if c.proj_dim is None else f"{c.proj_dim} dimensions"
+        lines = [
+            f"radius {c.radius:g}, {c.projection} projection, {space}, {c.rounds} round(s): the best of {len(self.tried)} "
+            "settings rehearsed on shifted public records",
+            f"max_grad_norm {self.max_grad_norm:.4g}, max_curvature {self.max_curvature:.4g}: quantiles of the norms there",
+            f"regularization {self.regularization:.4g}: the default for these bounds",
+            f"held-out loss in the rehearsal: {self.zero_shot:.4g} before, {self.tried[0][1]:.4g} after",
+        ]
+        lines += [
+            f"  {loss:10.4g}  {t.projection}, {t.proj_dim or 'full space'}, rounds {t.rounds}, radius {t.radius:g}"
+            for t, loss in self.tried
+        ]
+        return "\n".join(lines)
+
+
+def suggest(
+    model: nn.Module,
+    public_loader: DataLoader[Any],
+    epsilon: float,
+    delta: float,
+    n: int,
+    *,
+    criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+    shift: Callable[[Tensor], Tensor] | None = None,
+    candidates: Sequence[Candidate] | None = None,
+    repeats: int = 2,
+    seed: int = 0,
+) -> Suggestion:
+    """Propose radius, dimension, projection, rounds, ridge and bounds for a private run, from public data alone.
+
+    Up to 4,096 public records are shifted and split; three quarters stand in for the private data, one quarter judges. A
+    rehearsal on n₀ records has the same noise, relative to the sums, as the real run on n if ε and μ are larger by n/n₀:
+    the density depends on the data through c·G and c·S only, which grow with the number of records.
+
+    Args:
+        model: pretrained module.
+        public_loader: public data as (input, target) batches; inputs are one floating tensor.
+        epsilon: ε of the private run.
+        delta: δ of the private run.
+        n: number of private records, rounded, public.
+        criterion: the loss; None infers it.
+        shift: what may be different about the private inputs; by default noise of one standard deviation of the public
+            inputs is added, and a user who knows more about the shift passes a function.
+        candidates: settings to try, ``default_candidates`` if None.
+        repeats: rehearsals of each candidate, with fresh noise.
+        seed: of the split, the shift and the rehearsals' noise, so that a suggestion can be found again.
+
+    Raises:
+        ValueError: inputs that cannot be shifted (pass ``shift``), or too few records.
+
+    **Privacy:** uses no private data, so nothing is charged.
+    """
+    _check.positive("epsilon", epsilon)
+    _check.fraction("delta", delta)
+    _check.positive_int("n", n)
+    _check.positive_int("repeats", repeats)
+    _check.seed("seed", seed)
+    data.check_loader(public_loader, "public_loader")
+    module = check_module(model)
+    generator = torch.Generator().manual_seed(seed)
+    x, y = _public_records(public_loader)
+    x = _noisy(x, generator) if shift is None else shift(x)
+    order = torch.randperm(len(x), generator=generator)
+    kept = len(x) - max(1, int(_HELD_OUT * len(x)))
+    stand_in = TensorDataset(x[order[:kept]], y[order[:kept]])
+    held_out = (x[order[kept:]], y[order[kept:]])
+    loader = DataLoader(stand_in, batch_size=_BATCH)
+    loss = _held_out_loss(criterion, *held_out)
+    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    more = n / kept
+    rehearsed_epsilon = more * epsilon
+    if delta > 0:  # the (ε, δ) whose μ is larger by n/n₀
+        rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
+    engine = ExpMQuadEngine()
+    results = []
+    for candidate in default_candidates(size, delta) if candidates is None else candidates:
+        losses = []
+        for repeat in range(repeats):
+            private = engine.make_private_expm(
+                module,
+                loader,
+                rehearsed_epsilon,
+                candidate.radius,
+                candidate.proj_dim,
+                delta=delta,
+                rounds=candidate.rounds,
+                projection=candidate.projection,
+                projection_seed=seed + 1000 * repeat,
+                public_loader=loader,
+                criterion=criterion,
+                calibration="range" if delta == 0 else "gaussian",
+                noise_generator=np.random.default_rng([seed, repeat]),
+                progress=False,
+            )
+            losses.append(loss(private))
+        last = engine.accountant.releases[-1]
+        results.append((float(np.mean(losses)), candidate, last))
+    results.sort(key=lambda r: (math.isnan(r[0]), r[0]))
+    _, best, release = results[0]
+    return Suggestion(
+        best,
+        release.regularization,  # type: ignore[union-attr]
+        release.max_grad_norm,  # type: ignore[union-attr]
+        release.max_curvature,  # type: ignore[union-attr]
+        loader,
+        tuple((candidate, value) for value, candidate, _ in results),
+        loss(module),
+    )
+
+
+def default_candidates(size: int, delta: float) -> list[Candidate]:
+    """Settings that ``suggest`` tries for p = ``size`` parameters.
+
+    At δ > 0 rounds are cheap (μ/√T each) and work in the full space; a pure budget is split as ε/T, so one draw in a
+    subspace that public curvature chose is tried beside few rounds.
+    """
+    if delta > 0:
+        return [
+            Candidate("preconditioned", None, rounds, radius)
+            for rounds, radius in itertools.product((4, 8, 16), (0.5, 1.0, 2.0))
+        ]
+    dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
+    return [
+        Candidate(projection, dim, 1, radius)
+        for projection, dim, radius in itertools.product(("public", "stiefel"), dims, (0.1, 0.3, 1.0))
+    ]
+
+
+def _public_records(loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
+    """The first records of the loader."""
+    inputs, targets, count = [], [], 0
+    for batch in loader:
+        x, y = data.split_batch(batch)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise ValueError(
+                f"public_loader's inputs must be one floating tensor for a rehearsal, got {type(x).__name__}; choose the "
+                "settings by theory.radius_rule, or pass candidates to your own rehearsal"
+            )
+        inputs.append(x)
+        targets.append(y)
+        count += len(x)
+        if count >= RECORDS:
+            break
+    x, y = torch.cat(inputs)[:RECORDS], torch.cat(targets)[:RECORDS]
+    if len(x) < 8:
+        raise ValueError(f"public_loader must have at least 8 records for a rehearsal, got {len(x)}")
+    return x, y
+
+
+def _noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Inputs with noise of one standard deviation."""
+    return x + x.std() * torch.randn(x.shape, generator=generator).to(x)
+
+
+def _held_out_loss(
+    criterion: Callable[[Tensor, Tensor], Tensor] | None, x: Tensor, y: Tensor
+) -> Callable[[nn.Module], float]:
+    """The mean loss of a module on held-out public records."""
+    loss = criterion
+    if loss is None:
+        make_criterion(None, y)  # says what is inferred
+        loss = nn.MSELoss() if y.is_floating_point() else nn.CrossEntropyLoss()
+
+    @torch.no_grad()
+    def evaluate(module: nn.Module) -> float:
+        device = next(module.parameters()).device
+        was_training = module.training
+        module.eval()
+        parts = [
+            float(loss(module(x[i : i + _BATCH].to(device)), y[i : i + _BATCH].to(device))) * len(x[i : i + _BATCH])
+            for i in range(0, len(x), _BATCH)
+        ]
+        module.train(was_training)
+        return math.fsum(parts) / len(x)
+
+    return evaluate

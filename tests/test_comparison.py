@@ -1,0 +1,691 @@
+"""The comparison: its DP-SGD, the search that never sees the test data, resumption, and what is written and drawn."""
+
+import csv
+import dataclasses
+import functools
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.validators.errors import UnsupportedModuleError
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from opacus_expm import ExpMQuadEngine, comparison, curves
+from opacus_expm.comparison import Comparison, Row, compare, dp_sgd, non_private
+from opacus_expm.tasks import Task
+
+DELTA = 1e-5
+SETTINGS = {"epsilon": 2.0, "delta": DELTA, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 100, "epochs": 3}
+# Whole batches need no search for the noise.
+DP_SGD = {"learning_rate": (0.1,), "max_grad_norm": (1.0,), "sample_rate": (1.0,), "epochs": (5,)}
+EXPM = {"proj_dim": (3,), "radius": (0.5,)}
+NON_PRIVATE = {"learning_rate": (0.1,), "batch_size": (50,), "epochs": (5,)}
+GRIDS = {"non-private": NON_PRIVATE, "dp-sgd": DP_SGD, "expm": EXPM, "expm-delta": EXPM}
+
+
+def regression(slope, records=100, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(records, 5, generator=generator)
+    return TensorDataset(x, slope * x[:, :1] + 0.1 * torch.randn(records, 1, generator=generator))
+
+
+def linear():
+    model = nn.Linear(5, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(1, 5))
+        model.bias.zero_()
+    return model
+
+
+@pytest.fixture
+def task():
+    """A regression whose slope moves from 1 to 1.6."""
+    return Task(
+        linear(), regression(1.0, seed=1), regression(1.6, 300, seed=2), regression(1.6, seed=3), nn.MSELoss(), "toy"
+    )
+
+
+def run(task, epsilons=(1.0,), **options):
+    return compare(
+        task, epsilons, **{"delta": DELTA, "seeds": 2, "trials": 1, "grids": GRIDS, "progress": False, **options}
+    )
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The Opacus engines that were made."""
+    made = []
+
+    def make(**options):
+        made.append(PrivacyEngine(**options))
+        return made[-1]
+
+    monkeypatch.setattr(comparison, "PrivacyEngine", make)
+    return made
+
+
+# --- DP-SGD ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order")  # the accountant's, when asked below
+@pytest.mark.parametrize(("epsilon", "batch_size", "epochs"), [(0.1, 10, 2), (1.0, 10, 2), (8.0, 34, 3)])
+def test_dp_sgd_spends_the_budget(engines, epsilon, batch_size, epochs):
+    options = {**SETTINGS, "epsilon": epsilon, "batch_size": batch_size, "epochs": epochs}
+    dp_sgd(linear(), regression(1.6), nn.MSELoss(), **options, seed=0)
+    (engine,) = engines
+    ((_, rate, steps),) = engine.accountant.history
+    assert rate == 1 / math.ceil(100 / batch_size)
+    assert steps == epochs * math.ceil(100 / batch_size)
+    spent = engine.accountant.get_epsilon(DELTA, eps_error=0.01 * min(epsilon, 1))
+    assert 0.995 * epsilon < spent <= epsilon
+
+
+@pytest.mark.parametrize("batch_size", [100, 1000])
+def test_dp_sgd_on_whole_batches_is_a_gaussian_mechanism(engines, batch_size):
+    dp_sgd(linear(), regression(1.6), nn.MSELoss(), **{**SETTINGS, "batch_size": batch_size, "epochs": 7}, seed=0)
+    ((sigma, rate, steps),) = engines[0].accountant.history
+    assert (rate, steps) == (1.0, 7)
+    assert curves.gaussian_epsilon(math.sqrt(7) / sigma, DELTA) == pytest.approx(SETTINGS["epsilon"], rel=1e-9)
+
+
+def test_dp_sgd_noise_has_the_calibrated_size(engines):
+    """One step from a zero gradient moves every weight by noise alone."""
+    model = nn.Linear(4000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    x = torch.randn(50, 4000)
+    options = {**SETTINGS, "epochs": 1, "momentum": 0.0, "learning_rate": 0.5, "max_grad_norm": 3.0}
+    moved = dp_sgd(model, TensorDataset(x, torch.zeros(50, 1)), nn.MSELoss(), **options, seed=0)
+    ((sigma, _, _),) = engines[0].accountant.history
+    expected = 0.5 * 3.0 * sigma / 50
+    assert weights(moved).std().item() == pytest.approx(expected, rel=0.05)
+    assert weights(moved).std().item() != pytest.approx(2 * expected, rel=0.05)
+
+
+def test_dp_sgd_returns_a_plain_module():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 3), nn.Linear(3, 1)
+            self.first.requires_grad_(False)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(x)))
+
+    model = Net().eval()
+    before = weights(model)
+    private = dp_sgd(model, regression(1.6), nn.MSELoss(), **SETTINGS, seed=0)
+    assert type(private) is Net
+    assert not private.training
+    assert list(private.state_dict()) == list(model.state_dict())
+    assert not any(m._forward_hooks or m._backward_hooks or m._forward_pre_hooks for m in private.modules())
+    assert not any(hasattr(p, "grad_sample") for p in [*private.parameters(), *model.parameters()])
+    assert torch.equal(weights(model), before)
+    assert torch.equal(private.first.weight, model.first.weight)
+    assert not private.first.weight.requires_grad
+    assert not torch.equal(private.last.weight, model.last.weight)
+
+
+def test_dp_sgd_is_fixed_by_its_seed():
+    first, again, other, fresh = (
+        weights(dp_sgd(linear(), regression(1.6), nn.MSELoss(), **SETTINGS, seed=seed)) for seed in (1, 1, 2, None)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not any(torch.equal(fresh, known) for known in (first, other))
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_training_leaves_the_global_generator_alone(seed):
+    model, data = linear(), regression(1.6)
+    state = torch.get_rng_state()
+    dp_sgd(model, data, nn.MSELoss(), **SETTINGS, seed=seed)
+    non_private(model, data, nn.MSELoss(), learning_rate=0.1, batch_size=10, epochs=1, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dp_sgd_survives_empty_batches(engines):
+    data = regression(1.6, 20)
+    sizes = []
+    model = nn.Sequential(linear(), nn.Identity())
+    model[1].register_forward_hook(lambda m, inputs, output: sizes.append(len(output)))
+    private = dp_sgd(model, data, nn.MSELoss(), **{**SETTINGS, "batch_size": 1, "epochs": 2}, seed=0)
+    assert engines[0].accountant.history[0][2] == 40
+    assert len(sizes) < 40  # the others were empty: a third of them in expectation
+    assert torch.isfinite(weights(private)).all()
+
+
+def test_dp_sgd_in_pieces_is_dp_sgd_on_whole_batches():
+    whole, pieces = (
+        weights(dp_sgd(linear(), regression(1.6), nn.MSELoss(), **SETTINGS, max_physical_batch_size=size, seed=0))
+        for size in (100, 7)
+    )
+    assert torch.allclose(whole, pieces, atol=1e-6)
+
+
+def test_dp_sgd_learns_and_clips():
+    data = regression(1.6, 1000)
+    options = {**SETTINGS, "epsilon": 100.0, "batch_size": 1000, "epochs": 40}
+    learnt = dp_sgd(linear(), data, nn.MSELoss(), **options, seed=0)
+    assert learnt.weight[0, 0].item() == pytest.approx(1.6, abs=0.05)
+    held_back = dp_sgd(linear(), data, nn.MSELoss(), **{**options, "max_grad_norm": 1e-3}, seed=0)
+    assert held_back.weight[0, 0].item() < 1.1
+
+
+def test_dp_sgd_takes_any_data_set_of_pairs():
+    class Pairs(Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            return data[index]
+
+    data = regression(1.6)
+    results = [weights(dp_sgd(linear(), d, nn.MSELoss(), **SETTINGS, seed=0)) for d in (data, Pairs())]
+    assert torch.equal(*results)
+
+
+def test_layers_that_opacus_refuses_are_refused():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
+        dp_sgd(model, regression(1.6), nn.MSELoss(), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"epsilon": 0.0}, ValueError, "epsilon must be greater than 0"),
+        ({"delta": 0.0}, ValueError, "delta must be greater than 0 for DP-SGD"),
+        ({"delta": 1.0}, ValueError, "delta must be in"),
+        ({"learning_rate": -1.0}, ValueError, "learning_rate must be greater than 0"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be greater than 0"),
+        ({"batch_size": 0.5}, TypeError, "batch_size must be a positive integer"),
+        ({"epochs": 0}, ValueError, "epochs must be a positive integer"),
+        ({"momentum": 1.0}, ValueError, "momentum must be in"),
+        ({"seed": -1}, ValueError, "seed must be a non-negative integer"),
+        ({"max_physical_batch_size": 0}, ValueError, "max_physical_batch_size must be a positive integer"),
+        ({"criterion": nn.MSELoss(reduction="sum")}, ValueError, "criterion must average over the batch"),
+        ({"criterion": "mse"}, TypeError, "criterion must be a loss function"),
+        ({"dataset": 3}, TypeError, "dataset must be a data set of pairs"),
+        ({"dataset": TensorDataset(torch.ones(3, 5))}, ValueError, "dataset must hold at least one pair"),
+        ({"dataset": []}, ValueError, "dataset must hold at least one pair"),
+        ({"model": "linear"}, TypeError, "model must be a torch.nn.Module"),
+    ],
+)
+def test_dp_sgd_names_what_is_wrong(change, error, message):
+    arguments = {"model": linear(), "dataset": regression(1.6), "criterion": nn.MSELoss(), **SETTINGS, **change}
+    with pytest.raises(error, match=message):
+        dp_sgd(**arguments)
+
+
+def test_non_private_training_finds_the_slope():
+    model = linear()
+    data = regression(1.6, 300)
+    first, again = (
+        non_private(model, data, nn.MSELoss(), learning_rate=0.1, batch_size=50, epochs=20, seed=0) for _ in range(2)
+    )
+    assert torch.equal(weights(first), weights(again))
+    assert first.weight[0, 0].item() == pytest.approx(1.6, abs=0.05)
+    assert model.weight[0, 0].item() == 1.0
+    assert type(first) is nn.Linear
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_runs_every_method_at_every_budget(task):
+    found = run(task, (5.0, 1.0))
+    assert [(r.method, r.epsilon, r.delta) for r in found.rows] == [
+        ("zero-shot", None, None),
+        ("non-private", None, None),
+        ("dp-sgd", 1.0, DELTA),
+        ("dp-sgd", 5.0, DELTA),
+        ("expm", 1.0, 0.0),
+        ("expm", 5.0, 0.0),
+        ("expm-delta", 1.0, DELTA),
+        ("expm-delta", 5.0, DELTA),
+    ]
+    assert found.epsilons == (1.0, 5.0)
+    assert (found.task, found.metric, found.seeds) == ("toy", "loss", (0, 1))
+    zero_shot, best = found.row("zero-shot").mean, found.row("non-private").mean
+    assert found.row("zero-shot").values == (task.score(task.model),)
+    assert best < 0.2 * zero_shot
+    for method in ("dp-sgd", "expm", "expm-delta"):
+        row = found.row(method, 5.0)
+        assert len(row.values) == 2
+        assert row.std > 0
+        assert best < row.mean < zero_shot
+        assert row.seconds > 0
+        assert not row.simulated
+    assert found.row("dp-sgd", 1.0).settings == {k: v[0] for k, v in DP_SGD.items()}
+    assert found.search == ()  # nothing to choose
+    with pytest.raises(KeyError, match="no row"):
+        found.row("dp-sgd", 2.0)
+
+
+def test_compare_is_fixed_by_its_seeds(task):
+    first, again, other = (run(task, seeds=seeds, methods=["dp-sgd", "expm"]) for seeds in ([3, 4], [3, 4], [5]))
+    assert [r.values for r in first.rows] == [r.values for r in again.rows]
+    assert not {v for r in first.rows for v in r.values} & {v for r in other.rows for v in r.values}
+
+
+def test_runs_spend_the_same_budget(task, engines, monkeypatch):
+    """ε of DP-SGD by Opacus's ledger, of ours by the engine's."""
+    releases = []
+    original = ExpMQuadEngine.release
+
+    @functools.wraps(original)
+    def release(self, statistics, epsilon, radius, **options):
+        engine = ExpMQuadEngine()
+        model = original(engine, statistics, epsilon, radius, **options)
+        releases.append(
+            (engine.get_epsilon(options["delta"]), options["delta"], engine.accountant.releases[0].adjacency)
+        )
+        return model
+
+    monkeypatch.setattr(ExpMQuadEngine, "release", release)
+    run(task, (2.0,), seeds=1)
+    ((sigma, rate, steps),) = engines[0].accountant.history
+    assert rate == 1.0
+    assert curves.gaussian_epsilon(math.sqrt(steps) / sigma, DELTA) == pytest.approx(2.0)
+    assert [
+        (pytest.approx(2.0, rel=1e-6), 0.0, "add_remove"),
+        (pytest.approx(2.0, rel=1e-6), DELTA, "add_remove"),
+    ] == releases
+
+
+def test_one_pass_serves_every_budget(task, monkeypatch):
+    passes = []
+    gather = ExpMQuadEngine.gather
+
+    @functools.wraps(gather)
+    def counted(self, **options):
+        passes.append((options["projection_seed"], options["proj_dim"]))
+        return gather(self, **options)
+
+    monkeypatch.setattr(ExpMQuadEngine, "gather", counted)
+    grid = {"proj_dim": (2, 3), "radius": (0.1, 0.5), "regularization": (0.0, None)}
+    run(task, (0.5, 1.0, 5.0), methods=["expm", "expm-delta"], grids={"expm": grid, "expm-delta": grid})
+    trials = [p for p in passes if p[0] >= 1_000_000]
+    assert sorted(trials) == [(1_000_000, 2), (1_000_000, 3)]
+    assert len(passes) - len(trials) == len({p for p in passes if p[0] < 1_000_000}) <= 4
+
+
+def test_a_subspace_of_full_size_is_the_full_space(task):
+    grid = {"proj_dim": (None, 6, 100), "radius": (0.5,)}
+    found = run(task, methods=["expm"], grids={"expm": grid}, seeds=1)
+    assert found.search == ()
+    assert found.row("expm", 1.0).settings == {"proj_dim": None, "radius": 0.5}
+
+
+def test_rounds_and_public_curvature_run(task):
+    grid = {
+        "proj_dim": (None,),
+        "projection": ("preconditioned",),
+        "damping": (1.0,),
+        "radius": (0.5,),
+        "rounds": (1, 2),
+    }
+    found = run(task, (5.0,), methods=["zero-shot", "expm-delta"], grids={"expm-delta": grid})
+    assert {c.settings["rounds"] for c in found.search} == {1, 2}
+    assert found.row("expm-delta", 5.0).mean < found.row("zero-shot").mean
+
+
+def test_draws_are_said_to_be_simulated(task):
+    found = run(task, methods=["dp-sgd", "expm"], draws=7)
+    assert len(found.row("expm", 1.0).values) == 14
+    assert found.row("expm", 1.0).simulated
+    assert len(found.row("dp-sgd", 1.0).values) == 2
+    assert not found.row("dp-sgd", 1.0).simulated
+    assert "SIMULATION of 7 draws" in found.table()
+    assert "SIMULATION" not in run(task, methods=["dp-sgd", "expm"]).table()
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_never_sees_the_test_data(task):
+    """On the poisoned test data not to learn is best; the search must choose to learn all the same."""
+    still, learning = 1e-6, 0.1
+    poisoned = dataclasses.replace(task, test=regression(1.0, seed=9))
+    grids = {
+        "non-private": {**NON_PRIVATE, "learning_rate": (still, learning)},
+        "dp-sgd": {**DP_SGD, "learning_rate": (still, learning)},
+        "expm": {**EXPM, "radius": (still, learning)},
+    }
+    methods = list(grids)
+    found = run(poisoned, (20.0,), methods=methods, grids=grids)
+    for method in methods:
+        name = "radius" if method == "expm" else "learning_rate"
+        epsilon = None if method == "non-private" else 20.0
+        chosen = found.row(method, epsilon)
+        assert chosen.settings[name] == learning
+        on_test = run(poisoned, (20.0,), methods=[method], grids={method: {**grids[method], name: (still,)}})
+        assert on_test.row(method, epsilon).mean < chosen.mean  # the test data would have chosen otherwise
+    assert found.search == run(task, (20.0,), methods=methods, grids=grids).search
+
+
+def test_the_search_trains_on_other_records_than_it_scores_on(task, monkeypatch):
+    seen = []
+    original = dp_sgd
+
+    def spy(model, dataset, criterion, **options):
+        seen.append((options["seed"], dataset.tensors[0]))
+        return original(model, dataset, criterion, **options)
+
+    scored = []
+    monkeypatch.setattr(comparison, "dp_sgd", spy)
+    monkeypatch.setattr(Task, "score", lambda self, model: scored.append(self.test.tensors[0]) or 0.0)
+    run(task, methods=["dp-sgd"], grids={"dp-sgd": {**DP_SGD, "epochs": (1, 2)}}, seeds=1, trials=2, validation=0.25)
+    assert [(seed, len(x)) for seed, x in seen] == [
+        *((seed, 225) for seed in (1_000_000, 1_000_001) * 2),
+        (0, 300),
+    ]
+    everything = task.private.tensors[0]
+    for (_, train), held in zip(seen[:-1], scored[:-1], strict=True):
+        assert len(held) == 75
+        joined = torch.cat([train, held])
+        assert torch.equal(joined[joined[:, 0].argsort()], everything[everything[:, 0].argsort()])
+    assert scored[-1] is task.test.tensors[0]
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "chosen"),
+    [
+        ("loss", [3.0, 1.0, 2.0], 2),
+        ("accuracy", [3.0, 1.0, 2.0], 1),
+        ("loss", [math.nan, math.inf, 7.0], 3),
+        ("accuracy", [math.nan, 2.0, math.inf], 2),
+        ("loss", [1.0, 1.0, 2.0], 1),
+        ("loss", [math.nan, math.nan, math.nan], 1),
+    ],
+)
+def test_the_best_score_wins_and_what_diverged_does_not(task, monkeypatch, metric, scores, chosen):
+    monkeypatch.setattr(comparison, "dp_sgd", lambda *parts, epochs, **options: epochs)
+    monkeypatch.setattr(Task, "score", lambda self, epochs: scores[epochs - 1])
+    found = run(
+        dataclasses.replace(task, metric=metric), methods=["dp-sgd"], grids={"dp-sgd": {**DP_SGD, "epochs": (1, 2, 3)}}
+    )
+    assert found.row("dp-sgd", 1.0).settings["epochs"] == chosen
+    assert [c.score for c in found.search] == pytest.approx(scores, nan_ok=True)
+
+
+# --- resumption ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How often a cell was computed."""
+    calls = []
+    original = comparison._Bench.run
+
+    def counted(self, cell):
+        calls.append((cell.method, cell.epsilon, cell.seed))
+        return original(self, cell)
+
+    monkeypatch.setattr(comparison._Bench, "run", counted)
+    return calls
+
+
+def test_finished_cells_are_not_computed_again(task, tmp_path, count):
+    first = run(task, (1.0, 2.0), out=tmp_path / "new" / "directory")
+    assert len(count) == 1 + 2 + 2 * 2 * 3
+    count.clear()
+    assert run(task, (1.0, 2.0), out=tmp_path / "new" / "directory") == first
+    assert count == []
+    more = run(task, (2.0, 3.0), seeds=3, methods=["dp-sgd"], out=tmp_path / "new" / "directory")
+    assert sorted(count) == [("dp-sgd", 2.0, 2), *(("dp-sgd", 3.0, seed) for seed in range(3))]
+    assert more.row("dp-sgd", 2.0).values[:2] == first.row("dp-sgd", 2.0).values
+
+
+def test_an_interrupted_run_goes_on(task, tmp_path, count, monkeypatch):
+    whole = run(task, out=None, methods=["dp-sgd", "expm"])
+    count.clear()
+    release = ExpMQuadEngine.release
+
+    @functools.wraps(release)
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ExpMQuadEngine, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(task, out=tmp_path, methods=["dp-sgd", "expm"])
+    monkeypatch.setattr(ExpMQuadEngine, "release", release)
+    with open(tmp_path / "cells.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"configuration": "torn')
+    assert count == [("dp-sgd", 1.0, 0), ("dp-sgd", 1.0, 1), ("expm", 1.0, 0)]
+    count.clear()
+    resumed = run(task, out=tmp_path, methods=["dp-sgd", "expm"])
+    assert count == [("expm", 1.0, 0), ("expm", 1.0, 1)]
+    assert [r.values for r in resumed.rows] == [r.values for r in whole.rows]
+    count.clear()
+    run(task, out=tmp_path, methods=["dp-sgd", "expm"])
+    assert count == []
+
+
+@pytest.mark.parametrize("changed", ["delta", "test", "model", "criterion", "draws", "validation"])
+def test_another_configuration_is_computed_anew(task, tmp_path, count, changed):
+    run(task, out=tmp_path, methods=["expm"], seeds=1)
+    count.clear()
+    options = {"delta": 1e-6, "draws": 2, "validation": 0.3}
+    model = linear()
+    with torch.no_grad():
+        model.bias.fill_(0.1)
+    fields = {"test": regression(1.6, seed=8), "model": model, "criterion": nn.HuberLoss()}
+    other = dataclasses.replace(task, **{changed: fields[changed]}) if changed in fields else task
+    run(other, out=tmp_path, methods=["expm"], seeds=1, **{changed: options[changed]} if changed in options else {})
+    assert count == [("expm", 1.0, 0)]
+
+
+def test_diverged_runs_are_remembered(task, tmp_path, monkeypatch, count):
+    monkeypatch.setattr(Task, "score", lambda self, model: math.inf)
+    for _ in range(2):
+        found = run(task, methods=["dp-sgd"], out=tmp_path)
+        assert not np.isfinite(found.row("dp-sgd", 1.0).mean)
+        assert "± nan" in found.table()
+    assert len(count) == 2
+    found.to_json(tmp_path / "c.json")
+    assert "NaN" not in (tmp_path / "c.json").read_text()
+    assert math.isnan(Comparison.from_json(tmp_path / "c.json").row("dp-sgd", 1.0).mean)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found():
+    """A result by hand."""
+    grids = {"dp-sgd": ({"learning_rate": (0.1, 0.3, 1.0), "sample_rate": (0.1,)},), "expm": ({"radius": (0.1,)},)}
+    rows = [
+        Row("zero-shot", None, None, (80.0,), False, 0.0, None, {}),
+        Row("non-private", None, None, (95.0, 96.0), False, 3.0, 20.0, {"epochs": 5}),
+    ]
+    for epsilon, better in ((0.1, 0.0), (1.0, 5.0), (10.0, 8.0)):
+        rate = {0.1: 0.1, 1.0: 0.3, 10.0: 1.0}[epsilon]
+        settings = {"learning_rate": rate, "sample_rate": 0.1}
+        rows.append(Row("dp-sgd", epsilon, 1e-5, (81.0 + better, 83.0 + better), False, 2.0, 30.0, settings))
+    for epsilon in (0.1, 1.0, 10.0):
+        rows.append(Row("expm", epsilon, 0.0, (85.0, 87.0), False, 1.0, None, {"radius": 0.1}))
+    search = (
+        comparison.Candidate("dp-sgd", 0.1, {"learning_rate": 0.1, "sample_rate": 0.1}, 81.5),
+        comparison.Candidate("dp-sgd", 0.1, {"learning_rate": 0.3, "sample_rate": 0.1}, 80.0),
+    )
+    grids["non-private"] = ({"epochs": (5,)},)
+    return Comparison("toy", "accuracy", 1e-5, (0, 1), 1, 0.2, grids, tuple(rows), search)
+
+
+def test_table(found):
+    lines = found.table().split("\n")
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:6] if "---" not in line] == [
+        ["test accuracy (%)", "ε = 0.1", "ε = 1", "ε = 10"],
+        ["zero-shot", "80.0", "80.0", "80.0"],
+        ["non-private", *["95.5 ± 0.7"] * 3],
+        ["Opacus DP-SGD, (ε, δ)", "82.0 ± 1.4", "87.0 ± 1.4", "90.0 ± 1.4"],
+        ["ExpM-Quad, (ε, 0)", *["86.0 ± 1.4"] * 3],
+    ]
+    assert len({len(line) for line in lines[:6]}) == 1  # aligned
+    text = found.table()
+    assert "learning_rate=0.1*, sample_rate=0.1 " in text
+    assert "learning_rate=0.3, sample_rate" in text
+    assert "learning_rate=1*, sample_rate" in text
+    assert "radius=0.1 " in text
+    assert "over 2 seeds; add/remove adjacency; δ = 1e-05" in text
+    assert "(Opacus DP-SGD, (ε, δ): 2; 1 run each) on 20% of the private records" in text
+    assert "NOT charged, for any method" in text
+    assert "one release a seed" in text
+
+
+def test_csv(found, tmp_path):
+    found.to_csv(tmp_path / "c.csv")
+    with open(tmp_path / "c.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(found.rows)
+    for line, row in zip(rows, found.rows, strict=True):
+        assert line["method"] == row.method
+        assert line["epsilon"] == ("" if row.epsilon is None else str(row.epsilon))
+        assert float(line["mean"]) == row.mean
+        assert float(line["std"]) == row.std
+        assert int(line["runs"]) == len(row.values)
+        assert json.loads(line["settings"]) == row.settings
+
+
+def test_json_round_trip(found, task, tmp_path):
+    for result in (found, run(task, grids={**GRIDS, "dp-sgd": {**DP_SGD, "epochs": (1, 2)}}, draws=2)):
+        result.to_json(tmp_path / "c.json")
+        again = Comparison.from_json(tmp_path / "c.json")
+        assert again == result
+        assert again.table() == result.table()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "rows": 3}', "not json"])
+def test_other_files_are_no_comparisons(tmp_path, content):
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(ValueError, match="holds no comparison"):
+        Comparison.from_json(tmp_path / "c.json")
+
+
+def test_repr_shows_no_values(found):
+    assert repr(found) == (
+        "Comparison('toy', methods=(zero-shot, non-private, dp-sgd, expm), epsilons=(0.1, 1.0, 10.0), seeds=2)"
+    )
+
+
+def test_results_are_frozen(found):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.delta = 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.rows[0].values = ()
+
+
+def test_plot(found, tmp_path):
+    pytest.importorskip("matplotlib")
+    axes = found.plot(tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "privacy budget ε"
+    assert axes.get_ylabel() == "test accuracy (%)"
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines) == ["zero-shot", "non-private", "Opacus DP-SGD, (ε, δ)", "ExpM-Quad, (ε, 0)"]
+    assert list(lines["zero-shot"].get_ydata()) == [80.0, 80.0]
+    assert list(lines["Opacus DP-SGD, (ε, δ)"].get_xdata()) == [0.1, 1.0, 10.0]
+    assert list(lines["Opacus DP-SGD, (ε, δ)"].get_ydata()) == [82.0, 87.0, 90.0]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == list(lines)
+    assert len({(line.get_linestyle(), line.get_marker()) for line in lines.values()}) == 4
+    bands = [c.get_paths()[0].vertices[:, 1] for c in axes.collections]
+    assert len(bands) == 2
+    assert (min(bands[1]), max(bands[1])) == pytest.approx((86 - math.sqrt(2), 86 + math.sqrt(2)))
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["0.1", "1", "10"]
+
+
+def test_plot_into_given_axes(found):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    assert found.plot(axes) is axes
+    assert len(axes.get_lines()) == 4
+    assert found.plot().figure is not figure
+    with pytest.raises(TypeError, match="where must be a path"):
+        found.plot(3)
+
+
+def test_plot_says_what_to_install(found, monkeypatch):
+    for name in ("matplotlib", "matplotlib.axes", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "opacus-expm\[plots\]"'):
+        found.plot()
+
+
+# --- input and costs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"task": "sine"}, TypeError, "task must be a Task"),
+        ({"epsilons": ()}, TypeError, "epsilons must be a list of numbers"),
+        ({"epsilons": "1"}, TypeError, "epsilons must be a list of numbers"),
+        ({"epsilons": (1.0, -1.0)}, ValueError, "epsilons must be greater than 0"),
+        ({"delta": 1.0}, ValueError, "delta must be in"),
+        ({"delta": 0.0, "methods": ["dp-sgd"]}, ValueError, "delta must be greater than 0 for the method 'dp-sgd'"),
+        ({"seeds": 0}, ValueError, "seeds must be a positive integer"),
+        ({"seeds": [1, 1]}, ValueError, "seeds must hold at least one number, each once"),
+        ({"seeds": [-1]}, ValueError, "seeds must be a non-negative integer"),
+        ({"methods": "expm"}, TypeError, "methods must be a list of names"),
+        ({"methods": ["sgd"]}, ValueError, "methods must be one of"),
+        ({"draws": 0}, ValueError, "draws must be a positive integer"),
+        ({"trials": 1.5}, TypeError, "trials must be a positive integer"),
+        ({"validation": 0.0}, ValueError, "validation must be greater than 0"),
+        ({"validation": 1e-6}, ValueError, "leaves nothing to hold out"),
+        ({"grids": {"sgd": DP_SGD}}, ValueError, "grids: a method must be one of"),
+        ({"grids": {"dp-sgd": ()}}, ValueError, "must hold at least one grid"),
+        ({"grids": {"dp-sgd": [3]}}, TypeError, "must be a mapping from settings to values"),
+        ({"grids": {"dp-sgd": {"epochs": (1,)}}}, ValueError, "learning_rate, max_grad_norm, sample_rate"),
+        ({"grids": {"dp-sgd": {**DP_SGD, "epochs": 3}}}, ValueError, r"\['epochs'\] must be a list of values, got 3"),
+        ({"grids": {"dp-sgd": {**DP_SGD, "sample_rate": (0.0,)}}}, ValueError, r"numbers in \(0, 1\]"),
+        ({"grids": {"expm": {**EXPM, "epsilon": (1.0,)}}}, ValueError, "a setting must be one of"),
+        ({"grids": {"expm": {**EXPM, "bounds": ("paper",)}}}, ValueError, "a setting must be one of"),
+        ({"grids": {"expm": {**EXPM, "projection": (object(),)}}}, TypeError, "must hold numbers, names or None"),
+    ],
+)
+def test_compare_names_what_is_wrong_before_it_runs(task, change, error, message, count):
+    arguments = {"task": task, "epsilons": (1.0,), **change}
+    with pytest.raises(error, match=message):
+        run(arguments.pop("task"), arguments.pop("epsilons"), **arguments)
+    assert count == []
+
+
+def test_methods_without_a_budget_need_none_in_the_table(task):
+    assert "| zero-shot | 0." in run(task, methods=["zero-shot"]).table()
+
+
+def test_without_delta_the_methods_that_need_one_are_left_out(task):
+    found = run(task, delta=0.0, seeds=1)
+    assert {row.method for row in found.rows} == {"zero-shot", "non-private", "expm"}
+
+
+@pytest.mark.parametrize("grids", [comparison.GRIDS, comparison.QUICK_GRIDS])
+def test_the_grids_of_the_private_methods_are_of_one_size(grids):
+    sizes = {method: len(comparison._candidates(grid, 10**6)) for method, grid in grids.items()}
+    assert sizes["dp-sgd"] == sizes["expm"] == sizes["expm-delta"]
+    for method, grid in grids.items():
+        for part in grid:
+            comparison._check_grid(method, part)
+
+
+def test_peak_memory_is_that_of_the_run():
+    device = torch.device("cpu")
+    if comparison._reset_peak(device) is None:
+        pytest.skip("this system does not tell")
+    with comparison._metered(device) as large:
+        np.ones(2**23)  # 64 MiB
+    with comparison._metered(device) as small:
+        np.ones(2**10)
+    assert 60 < large.memory < 80
+    assert small.memory < 10
