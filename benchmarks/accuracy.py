@@ -193,8 +193,9 @@ def run(options, log: Log) -> None:
                 facts = {"task": name, "method": "dp-sgd", "epsilon": epsilon, "delta": DELTA, "seed": seed}
                 settings = tuned(name, epsilon, log)
                 if log.find(**facts) is None:
-                    result = one_dp_sgd(TASKS[name](seed), epsilon, *settings, seed=seed)
-                    log.add(**facts, settings=settings, **result)
+                    done = log.find(**{**facts, "method": "dp-sgd grid", "settings": settings})  # seed 0
+                    result = done or one_dp_sgd(TASKS[name](seed), epsilon, *settings, seed=seed)
+                    log.add(**{**result, **facts, "settings": settings})
             for method, delta in itertools.product(OURS, options.delta):
                 facts = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
                 wanted = method in options.methods and not (method == "paper" and delta > 0)

@@ -449,10 +449,10 @@ class _Plan:
 
 
 def _within(event: Event, planned: Event) -> bool:
-    """Whether an event costs no more than was planned, by its range or by its μ."""
+    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range."""
     slack = 1 + 1e-9
-    pairs = ((event.epsilon_range, planned.epsilon_range), (event.mu, planned.mu))
-    cheap = any(math.isfinite(allowed) and cost <= allowed * slack for cost, allowed in pairs)
+    mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
+    cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack
     return cheap and event.failure_probability <= planned.failure_probability
 
 

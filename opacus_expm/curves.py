@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr, ndtri_exp
+from scipy.special import erfinv, log_ndtr, ndtr, ndtri_exp
 
 _STEP_TO_SAFETY = 1e-12  # relative step taken from a numerical root towards more privacy
 _MAX_MU = 1e4  # beyond it ε exceeds 5e7 for every useful δ: no statement is made rather than an imprecise one
@@ -86,14 +86,22 @@ def bounded_range_mu(epsilon_range: float) -> float:
     derivative is even and grows with |x|, so the difference is least at x = −μ/2, where it is 2 logit Φ(μ/2).
 
     >>> round(bounded_range_mu(1.0), 6)
-    0.623157
+    0.623893
     """
-    return -2 * float(ndtri_exp(-math.log1p(math.exp(min(epsilon_range, 1000.0) / 2))))
+    if epsilon_range < 1:  # Φ(x) − ½ = ½ erf(x/√2), and 1/(1 + e^{−ε/2}) − ½ = ½ tanh(ε/4), without cancellation
+        mu = math.sqrt(8) * float(erfinv(math.tanh(epsilon_range / 4)))
+    else:
+        mu = -2 * float(ndtri_exp(-epsilon_range / 2 - math.log1p(math.exp(-epsilon_range / 2))))
+    return mu * (1 + _STEP_TO_SAFETY)
 
 
 def bounded_range_within(mu: float) -> float:
     """Largest ε_range whose release is μ-GDP: 2 logit Φ(μ/2), the inverse of ``bounded_range_mu``."""
-    return 2 * float(log_ndtr(mu / 2) - log_ndtr(-mu / 2)) * (1 - _STEP_TO_SAFETY)
+    if mu < 1:  # the same without cancellation
+        epsilon_range = 4 * math.atanh(math.erf(mu / math.sqrt(8)))
+    else:
+        epsilon_range = 2 * float(log_ndtr(mu / 2) - log_ndtr(-mu / 2))
+    return epsilon_range * (1 - _STEP_TO_SAFETY)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:

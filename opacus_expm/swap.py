@@ -218,10 +218,10 @@ class _Epoch(PrivateValues):
         self._tensors: list[tuple[Tensor, int]] = []
         self._calls: list[_Call] = []
 
-    def give(self, batch: Any, last: bool) -> None:
+    def give(self, tensors: list[tuple[Tensor, int]], last: bool) -> None:
         """A batch goes out."""
         self.number, self.last = self.number + 1, last
-        self._tensors, self._calls = [(t, _version(t)) for t in _tensors(batch)], []
+        self._tensors, self._calls = tensors, []
 
     def forget(self) -> None:
         """The last batch is over."""
@@ -240,7 +240,7 @@ class _Epoch(PrivateValues):
 
     def remember_call(self, inputs: Any, outputs: list[Tensor]) -> None:
         """The module was called with the batch."""
-        self._calls.append(_Call(inputs, [(t, _version(t)) for t in _tensors(inputs)], outputs))
+        self._calls.append(_Call(inputs, _with_versions(inputs), outputs))
 
     def ticket(self, outputs: Tensor, targets: Tensor) -> _Ticket | str:
         """What the loss of these outputs is made of, or why it cannot be counted."""
@@ -255,7 +255,7 @@ class _Epoch(PrivateValues):
             return (
                 f"backward() for targets that are not those of the batch from the returned data_loader. {_UNCHANGED}."
             )
-        held = [*calls[-1].held, *self._tensors, (targets, _version(targets))]
+        held = [*calls[-1].held, *self._tensors, *_with_versions(targets)]
         return _Ticket(self, self.number, calls[-1].inputs, targets, held)
 
 
@@ -267,10 +267,9 @@ class Training(PrivateValues):
         criterion: the loss.
         loader: private data, every record once.
         rounds: what to gather and draw.
-        plan: the open plan of the budget, left with the last round.
     """
 
-    def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds, plan: ExitStack):
+    def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds):
         self.module, self._criterion, self._loader, self._rounds = module, criterion, loader, rounds
         self._gather: Gather | None = rounds.begin(module, 0)
         self._begun_at = _fingerprint(module)
@@ -278,9 +277,13 @@ class Training(PrivateValues):
         self._epoch: _Epoch | None = None
         self._copy: nn.Module | None = None
         self._ended: str | None = None
-        self._plan = plan.pop_all()
+        self._plan = ExitStack()
         self._anchor = torch.zeros((), requires_grad=True)
         self._forward = _Forward(self)
+
+    def start(self, plan: ExitStack) -> None:
+        """Take over the open plan of the budget, to be left with the last round, and the module's ``forward``."""
+        self._plan = plan.pop_all()
         self._forward.install()
 
     def end(self, message: str) -> None:
@@ -299,8 +302,8 @@ class Training(PrivateValues):
         epoch = self._epoch = _Epoch()
         self._copy = None
         try:
-            for batch, last in _mark_last(self._loader):
-                epoch.give(batch, last)
+            for batch, tensors, last in _known_batches(self._loader):
+                epoch.give(tensors, last)
                 yield batch
                 if epoch.broken is None and 0 < epoch.counted < epoch.number:
                     self._fail(epoch, "A batch was left without loss.backward(), but every record has to be counted.")
@@ -685,25 +688,30 @@ def stand_ins(
     """What an Opacus training loop is given instead of the four that ``originals`` checked.
 
     The plan stays open until the last round. A loop that is never finished leaves it open, which costs nothing: what was
-    not drawn was not charged. A module that comes again starts anew; the stand-ins of its unfinished loop then refuse.
+    not drawn was not charged. A module that comes again starts anew, and its unfinished loop is over.
 
     Raises:
         BudgetExceeded: the rounds together do not fit the budget; nothing was charged.
     """
     earlier = vars(module).get("forward")
     if isinstance(earlier, _Forward):
+        with rounds.admitted():
+            pass  # what the budget refuses does not end the earlier loop
         earlier.training.end(
-            "make_private_with_epsilon was called again for this module: go on with the objects that it returned then"
+            "make_private_with_epsilon was called again for this module, which ended this loop; go on with the objects that "
+            "it returned"
         )
     with ExitStack() as plan:
         plan.enter_context(rounds.admitted())
-        training = Training(module, criterion, data_loader, rounds, plan)
-    return (
-        module,
-        StandInOptimizer(optimizer, training),
-        StandInCriterion(criterion, training),
-        StandInLoader(data_loader, training),
-    )
+        training = Training(module, criterion, data_loader, rounds)
+        result = (
+            module,
+            StandInOptimizer(optimizer, training),
+            StandInCriterion(criterion, training),
+            StandInLoader(data_loader, training),
+        )
+        training.start(plan)
+    return result
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
@@ -713,6 +721,11 @@ def _tensors(tree: Any) -> list[Tensor]:
     """The tensors of a batch, of arguments or of a result."""
     plain = dict(tree) if isinstance(tree, Mapping) else tree
     return [t for t in pytree.tree_leaves(plain) if isinstance(t, Tensor)]
+
+
+def _with_versions(tree: Any) -> list[tuple[Tensor, int]]:
+    """Tensors, and how often each was changed in place so far."""
+    return [(t, _version(t)) for t in _tensors(tree)]
 
 
 def _version(tensor: Tensor) -> int:
@@ -737,14 +750,21 @@ def _fingerprint(module: nn.Module, *, buffers: bool = True) -> list[Any]:
     return [(n, t.shape, t.device, t.dtype, t.requires_grad, t.data_ptr(), _version(t)) for n, t in named]
 
 
-def _mark_last(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Every batch, and whether it is the last: one is taken ahead, because iterable data sets do not tell."""
-    iterator = iter(loader)
-    for held in iterator:
-        for following in iterator:
-            yield held, False
-            held = following
-        yield held, True
+def _known_batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, list[tuple[Tensor, int]], bool]]:
+    """Every batch, its tensors with their versions, and whether it is the last one."""
+    if data.dataset_size(loader) is not None:
+        total = len(loader)
+        for number, batch in enumerate(loader, start=1):
+            yield batch, _with_versions(batch), number == total
+        return
+    # Iterable data sets do not tell: one batch is taken ahead.
+    held: tuple[Any, list[tuple[Tensor, int]]] | None = None
+    for batch in loader:
+        if held is not None:
+            yield *held, False
+        held = batch, _with_versions(batch)
+    if held is not None:
+        yield *held, True
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -91,11 +91,11 @@ def mnist(
     with MNIST's usual mean and deviation, 0.1307 and 0.3081. The model is :func:`cnn`.
 
     Pretraining sees the public set only: 20 epochs of Adam in batches of 128, with a one-cycle learning rate of at most
-    1e-3 and a weight decay, added to the gradient, of 1e-2 (5e-3 with ``"mse"``, whose gradients are smaller). The paper
+    1e-3 and a weight decay, added to the gradient, of 1e-2 (4e-3 with ``"mse"``, whose gradients are smaller). The paper
     has 100 epochs in batches of 1024, a similar number of steps, at 1e-3 and 1e-2. It takes less than a minute on two
-    cores; the weights are kept in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``). Weight decay decides
-    how well noise is borne: before fine-tuning, about 86 (``"mse"``: @MSE@) noisy and 98 (97) clean test images in a hundred
-    are recognised, in the paper 80.3 and 95.3.
+    cores; the weights are kept in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``). Before fine-tuning,
+    about 86 (``"mse"``: 80) noisy and 98 (97) clean test images in a hundred are recognised; in the paper, 80.3 and 95.3.
+    Weight decay decides how well noise is borne, and that of ``"mse"`` was chosen to come near the paper's figure.
 
     Args:
         seed: of the choice of images, the noise and the pretraining.
@@ -129,7 +129,7 @@ def mnist(
     private = prepare(train_images[chosen[records:]], train_labels[chosen[records:]], noisy=True)
     test = prepare(test_images, test_labels, noisy=True)
     criterion = nn.CrossEntropyLoss() if loss == "cross_entropy" else nn.MSELoss()
-    weight_decay = 1e-2 if loss == "cross_entropy" else 5e-3
+    weight_decay = 1e-2 if loss == "cross_entropy" else 4e-3
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = cnn()
@@ -151,8 +151,8 @@ def icu(seed: int = 0, *, data_dir: AnyPath | None = None, balanced: bool = True
     The paper fine-tunes on MIMIC-IV, from the hospital of PhysioNet 2012, after pretraining on the whole of eICU; both
     need credentials (see :func:`icu_from_csv`). Here the public set is the eICU demo, the private set are sets a and c
     of PhysioNet 2012 and the test set is its set b: 2,179, 8,000 and 4,000 stays, of which 9 and 14 in a hundred end in
-    death. A record is one stay; a patient can have several. All stays of the eICU demo are public, so none of its
-    patients is on both sides.
+    death. A record is one stay, not one patient: PhysioNet 2012 does not say which stays belong to the same one. All
+    stays of the eICU demo are public, so none of its patients is on both sides.
 
     The features are the 21 variables in :data:`opacus_expm.datasets.VARIABLES`, in the same units: the worst of the
     first day in eICU, the mean of the first two days in PhysioNet 2012, which is a part of the shift to learn. They are
@@ -161,6 +161,7 @@ def icu(seed: int = 0, *, data_dir: AnyPath | None = None, balanced: bool = True
     The model is linear, with one output and the logistic loss: the stay is predicted to end in death where the output
     is positive. A second output would change no prediction and double the parameters that noise is added to.
     Pretraining finds the minimum of the loss with the paper's weight decay, 0.1 (where the paper has 1,000 epochs).
+    Balanced, about 67 in a hundred test stays are predicted right before fine-tuning, and 77 after it without privacy.
 
     Args:
         seed: of the choice of survivors.
