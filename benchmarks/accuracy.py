@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from opacus_expm import ExpMQuadEngine, tasks  # noqa: E402
 from opacus_expm.comparison import dp_sgd, non_private  # noqa: E402
-from opacus_expm.suggestion import Candidate, suggest  # noqa: E402
+from opacus_expm.suggestion import Candidate, shifted_records, suggest  # noqa: E402
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5
@@ -58,7 +58,9 @@ CANDIDATES = {
     "preconditioned": [Candidate("preconditioned", None, t, r) for t, r in itertools.product((4, 8), (1.0, 2.0, 4.0))],
     "pure": [
         Candidate(kind, k, 1, r)
-        for (kind, k), r in itertools.product((("public", 100), ("public", 400), ("preconditioned", None)), (0.1, 0.3, 1.0))
+        for (kind, k), r in itertools.product(
+            (("public", 100), ("public", 400), ("preconditioned", None)), (0.1, 0.3, 1.0)
+        )
     ],
 }
 
@@ -123,15 +125,9 @@ def ours(name: str, method: str, epsilon: float, delta: float, seed: int, log: L
     else:  # suggested
         settings = suggested(name, epsilon, delta, log)
         found = settings["arguments"]
-        if found["projection"] in ("public", "preconditioned"):
-            found = {**found, "public_loader": rehearsal(task)}
+        found = {**found, "public_loader": DataLoader(shifted_records(public), batch_size=512)}
         module = engine.make_private_expm(task.model, private, epsilon, **found, **common)
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
-
-
-def rehearsal(task):
-    """The shifted public records of a task."""
-    return suggest(task.model, loaders(task)[1], 1.0, 0.0, 1, criterion=task.criterion, candidates=(), seed=0).public_loader
 
 
 def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
@@ -239,13 +235,18 @@ def plot(rows: list[dict], task: str, path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    styles = itertools.product(("-", "--", ":", "-."), ("o", "s", "^", "d"))
-    for (method, delta), (line, marker) in zip(sorted({(r["method"], r["delta"]) for r in rows}, key=str), styles):
-        chosen = sorted((r for r in rows if (r["method"], r["delta"]) == (method, delta)), key=lambda r: r["epsilon"] or 0)
+    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), ("o", "s", "^", "d")))
+    for method, delta in sorted({(r["method"], r["delta"]) for r in rows}, key=str):
+        line, marker = next(styles)
+        chosen = sorted(
+            (r for r in rows if (r["method"], r["delta"]) == (method, delta)), key=lambda r: r["epsilon"] or 0
+        )
         mean, std = np.array([r["mean"] for r in chosen]), np.array([r["std"] or 0.0 for r in chosen])
         if delta is None:
             axes.axhline(mean[0], color="0.6", linestyle=line, linewidth=1)
-            axes.annotate(method, (0.99, mean[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+            axes.annotate(
+                method, (0.99, mean[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+            )
             continue
         epsilons = [r["epsilon"] for r in chosen]
         (drawn,) = axes.plot(epsilons, mean, line, marker=marker, markersize=4, label=f"{method}, δ = {delta:g}")

@@ -213,11 +213,13 @@ class ExpMAccountant(IAccountant):
             TypeError: neither a ``Release`` nor a ``Purchase``.
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
+            NoGuarantee: there is a budget, and its bounds, or those of an earlier release, were read off the private data.
         """
         if not isinstance(release, Release | Purchase):
             raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
         with self._exclusive():
             self._check_adjacency(release.adjacency)
+            self._check_countable(release)
             planned = self._plan is not None and self._plan.holds(release, self.releases, self.history)
             if not planned:
                 self._check_budget([[release]], release.epsilon, release.delta)
@@ -244,6 +246,7 @@ class ExpMAccountant(IAccountant):
         same ledger in between, they are again.
         """
         self._refresh()
+        self._check_countable()
         for plan in alternatives:
             self._check_budget([plan], epsilon, delta)
         self._plan = _Plan(alternatives, list(self.releases), list(self.history))
@@ -255,7 +258,13 @@ class ExpMAccountant(IAccountant):
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         self.check_adjacency(release.adjacency)
+        self._check_countable(release)
         self._check_budget([[release]], release.epsilon, release.delta)
+
+    def _check_countable(self, *more: Release | Purchase) -> None:
+        """No budget is kept by a ledger for which no ε can be stated."""
+        if self.budget is not None:
+            _check_guarantee([*self.releases, *more])
 
     def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
         if self.budget is None or any(self.budget.admits_plan(self.releases, self.history, p) for p in plans):
@@ -271,6 +280,7 @@ class ExpMAccountant(IAccountant):
         Rounded down to six significant digits.
         """
         self._refresh()
+        self._check_countable()
         return self._remaining()
 
     def _remaining(self) -> float:
@@ -309,6 +319,7 @@ class ExpMAccountant(IAccountant):
         noise_multiplier, sample_rate, _ = _steps((noise_multiplier, sample_rate, 1))
         with self._exclusive():
             self._check_adjacency("add_remove")
+            self._check_countable()
             history = _with_step(self.history, noise_multiplier, sample_rate)
             if self.budget is not None and not self.budget.admits(self.releases, history):
                 raise BudgetExceeded(
@@ -337,11 +348,7 @@ class ExpMAccountant(IAccountant):
         """
         _check.fraction("delta", delta)
         self._refresh()
-        if any(isinstance(r, Release) and r.bounds == "paper" for r in self.releases):
-            raise NoGuarantee(
-                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
-                "no epsilon can be stated for this ledger"
-            )
+        _check_guarantee(self.releases)
         total = total_epsilon(self.releases, self.history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
@@ -474,6 +481,15 @@ def _steps(run: Any) -> Steps:
         return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+def _check_guarantee(releases: Sequence[Release | Purchase]) -> None:
+    """Raise if a release's bounds were read off the private data."""
+    if any(isinstance(r, Release) and r.bounds == "paper" for r in releases):
+        raise NoGuarantee(
+            "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
+            "no epsilon can be stated for this ledger"
+        )
 
 
 def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:

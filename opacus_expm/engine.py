@@ -17,8 +17,8 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Concatenate, NoReturn, ParamSpec
 
@@ -95,7 +95,7 @@ class ExpMQuadEngine:
             raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
         self.secure_mode = bool(secure_mode)
-        self._curvatures: dict[tuple[Any, ...], tuple[DataLoader[Any], PublicCurvature]] = {}
+        self._curvatures: dict[tuple[Any, ...], tuple[object, PublicCurvature]] = {}
 
     def make_private_expm(
         self,
@@ -150,8 +150,8 @@ class ExpMQuadEngine:
                 private**; a warning says so and ``get_epsilon`` then refuses to state a guarantee.
             clipping: ``"separate"`` bounds for gradient and curvature, or ``"joint"``: a record's gradient and curvature are
                 scaled together, so that its utility is no wider over the ball than that of a gradient of ``max_grad_norm``.
-            regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature (see
-                ``calibration.default_regularization``).
+            regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
+                (see ``calibration.default_regularization``).
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
@@ -207,9 +207,8 @@ class ExpMQuadEngine:
             progress=progress,
         )
         module = model
-        with plan.admitted():
-            for number in range(plan.count):
-                module = plan.draw(plan.begin(module, number)(loader), number)
+        for number in range(plan.count):
+            module = plan.draw(plan.begin(module, number)(loader), number)
         return module
 
     def make_private_with_epsilon(
@@ -550,7 +549,7 @@ class ExpMQuadEngine:
             )
         data.check_loader(public_loader, "public_loader")
         rank = public_rank if projection == "preconditioned" else _check.positive_int("proj_dim", proj_dim)
-        key = (id(public_loader), rank, id(criterion), _digest(model))
+        key = (id(public_loader), rank, id(criterion), curvature_samples, _digest(model))
         if key not in self._curvatures:
             bench = _full_space(
                 model,
@@ -559,8 +558,8 @@ class ExpMQuadEngine:
                 curvature_samples=curvature_samples,
                 progress=progress,
             )
-            # The loader is kept with the result, so that its id stays its own.
-            self._curvatures[key] = (public_loader, bench.public_curvature(public_loader, rank))
+            # Loader and criterion are kept with the result, so that their ids stay their own.
+            self._curvatures[key] = ((public_loader, criterion), bench.public_curvature(public_loader, rank))
         return self._curvatures[key][1]
 
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
@@ -667,7 +666,8 @@ class ExpMQuadEngine:
         self.accountant.record(
             Release(
                 epsilon_range=calibrated.epsilon_range,
-                mu=calibrated.mu,
+                # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
+                mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
                 adjacency=adjacency,
                 epsilon=float(epsilon),
                 delta=float(delta),
@@ -838,7 +838,7 @@ class ExpMQuadEngine:
         sampler: str | Sampler,
         **options: Any,
     ) -> _Rounds:
-        """Everything about several rounds that can be refused before any data is touched, and their plan."""
+        """Several rounds, with everything checked that can be refused before any data is touched, and admitted."""
         radii = _radii(radius, rounds)
         for r in radii:
             self._check_release(epsilon, delta, r, regularization, options["adjacency"], calibration)
@@ -853,6 +853,11 @@ class ExpMQuadEngine:
         ways = allowances(epsilon, delta, prices=list(prices.values()), rounds=rounds, ridge=ridge)
         if calibration == "gaussian":
             ways = [way for way in ways if way.mu > 0]
+        if not ways:
+            raise ValueError(
+                f"calibration='gaussian' leaves nothing for the draws at delta={delta!r}: the bounds alone would cost it "
+                "all; pass max_grad_norm= and max_curvature=, or calibration='auto'"
+            )
         if calibration == "paper":
             ways = ways[:1]
         return _Rounds(
@@ -945,7 +950,7 @@ class ExpMQuadEngine:
 
 
 class _Rounds:
-    """T rounds that were asked for and checked: what each gathers, from which weights, and what it draws.
+    """T rounds that were checked and admitted to the budget: what each gathers, from which weights, and what it draws.
 
     Whatever later rounds take over from the first (public curvature, bounds, the way to split the budget) is kept here.
     """
@@ -962,34 +967,44 @@ class _Rounds:
         calibrating: dict[str, Any],
         drawing: dict[str, Any],
     ):
-        self._engine, self._ways, self._plans = engine, ways, plans
+        self._engine, self._ways = engine, ways
         self._radii, self._seed = radii, seed
         self._gathering, self._calibrating, self._drawing = gathering, calibrating, drawing
         self._way: Allowance | None = None
         self._curvature: PublicCurvature | None = None
         self._known: tuple[Bounds, str] | None = None
+        # Admitted here, and followed wherever a round charges: a training loop's rounds outlive the call.
+        with engine.accountant.planned(plans, drawing["epsilon"], drawing["delta"]):
+            self._plan = engine.accountant._plan
+
+    @contextmanager
+    def _following_the_plan(self) -> Iterator[None]:
+        """Charges inside are judged by the plan, unless something else was charged since."""
+        accountant = self._engine.accountant
+        other, accountant._plan = accountant._plan, self._plan
+        try:
+            yield
+        finally:
+            accountant._plan = other
 
     @property
     def count(self) -> int:
         """T."""
         return len(self._radii)
 
-    def admitted(self) -> AbstractContextManager[None]:
-        """All draws admitted to the budget, together or not at all; they are to be made inside."""
-        return self._engine.accountant.planned(self._plans, self._drawing["epsilon"], self._drawing["delta"])
-
     def begin(self, module: nn.Module, number: int) -> Callable[[DataLoader[Any]], Statistics]:
         """A round that starts from ``module``: the function from a loader to the statistics of its records."""
         if number == 0:
             self._curvature = self._engine._public_curvature(module, **self._gathering)
-        bench, settled = self._engine._settle(
-            module,
-            radius=self._radii[number],
-            projection_seed=None if self._seed is None else self._seed + number,
-            curvature=self._curvature,
-            known=self._known,
-            **self._gathering,
-        )
+        with self._following_the_plan():  # bounds may be bought
+            bench, settled = self._engine._settle(
+                module,
+                radius=self._radii[number],
+                projection_seed=None if self._seed is None else self._seed + number,
+                curvature=self._curvature,
+                known=self._known,
+                **self._gathering,
+            )
         return functools.partial(bench.gather, **settled)
 
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
@@ -1006,14 +1021,15 @@ class _Rounds:
                 {"max_grad_norm": sums.max_grad_norm, "max_curvature": sums.max_curvature},
                 statistics.bounds,
             )
-        return self._engine._draw(
-            statistics,
-            self._way,
-            self._radii[number],
-            place=(number + 1, self.count),
-            **self._calibrating,
-            **self._drawing,
-        )
+        with self._following_the_plan():
+            return self._engine._draw(
+                statistics,
+                self._way,
+                self._radii[number],
+                place=(number + 1, self.count),
+                **self._calibrating,
+                **self._drawing,
+            )
 
 
 def _radii(radius: float | Sequence[float], rounds: int) -> list[float]:
@@ -1044,9 +1060,10 @@ def _full_space(model: nn.Module, **settings: Any) -> Workbench:
 
 
 def _digest(model: nn.Module) -> str:
-    """Of the weights at which a curvature was computed."""
-    digest = hashlib.sha256()
-    for name, tensor in check_module(model).state_dict().items():
+    """Of the weights at which a curvature was computed, and of which of them may move."""
+    module = check_module(model)
+    digest = hashlib.sha256(repr([name for name, p in module.named_parameters() if p.requires_grad]).encode())
+    for name, tensor in module.state_dict().items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

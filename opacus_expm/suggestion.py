@@ -132,12 +132,9 @@ def suggest(
     _check.positive_int("n", n)
     _check.positive_int("repeats", repeats)
     _check.seed("seed", seed)
-    data.check_loader(public_loader, "public_loader")
     module = check_module(model)
-    generator = torch.Generator().manual_seed(seed)
-    x, y = _public_records(public_loader)
-    x = _noisy(x, generator) if shift is None else shift(x)
-    order = torch.randperm(len(x), generator=generator)
+    x, y = shifted_records(public_loader, shift=shift, seed=seed).tensors
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
     kept = len(x) - max(1, int(_HELD_OUT * len(x)))
     stand_in = TensorDataset(x[order[:kept]], y[order[:kept]])
     held_out = (x[order[kept:]], y[order[kept:]])
@@ -150,7 +147,10 @@ def suggest(
         rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
     engine = ExpMQuadEngine()
     results = []
-    for candidate in default_candidates(size, delta) if candidates is None else candidates:
+    candidates = default_candidates(size, delta) if candidates is None else candidates
+    if not candidates:
+        raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
+    for candidate in candidates:
         losses = []
         for repeat in range(repeats):
             private = engine.make_private_expm(
@@ -203,15 +203,18 @@ def default_candidates(size: int, delta: float) -> list[Candidate]:
     ]
 
 
-def _public_records(loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
-    """The first records of the loader."""
+def shifted_records(
+    public_loader: DataLoader[Any], *, shift: Callable[[Tensor], Tensor] | None = None, seed: int = 0
+) -> TensorDataset:
+    """Up to 4,096 public records, shifted as the private ones might be. Arguments as in ``suggest``."""
+    data.check_loader(public_loader, "public_loader")
     inputs, targets, count = [], [], 0
-    for batch in loader:
+    for batch in public_loader:
         x, y = data.split_batch(batch)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ValueError(
                 f"public_loader's inputs must be one floating tensor for a rehearsal, got {type(x).__name__}; choose the "
-                "settings by theory.radius_rule, or pass candidates to your own rehearsal"
+                "settings by theory.radius_rule, or rehearse by hand"
             )
         inputs.append(x)
         targets.append(y)
@@ -221,12 +224,10 @@ def _public_records(loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
     x, y = torch.cat(inputs)[:RECORDS], torch.cat(targets)[:RECORDS]
     if len(x) < 8:
         raise ValueError(f"public_loader must have at least 8 records for a rehearsal, got {len(x)}")
-    return x, y
-
-
-def _noisy(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Inputs with noise of one standard deviation."""
-    return x + x.std() * torch.randn(x.shape, generator=generator).to(x)
+    if shift is None:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(x + x.std() * noise.to(x), y)
+    return TensorDataset(shift(x), y)
 
 
 def _held_out_loss(

@@ -31,7 +31,8 @@ data. Private batches run through a copy in evaluation mode that shares the para
 ever depends on them. Copies and pickles of the module are ordinary modules at all times.
 
 **Privacy:** the loop releases what ``make_private_expm(..., rounds=T)`` does, and nothing else. Losses of private records
-are not even computed. Outputs are, for the script's own use: like the records themselves they must not leave.
+are not even computed. Outputs are, for the script's own use and at the price of one more forward pass: like the records
+themselves they must not leave.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -88,14 +88,11 @@ _WITHOUT_MEANING = {
 
 
 class Rounds(Protocol):
-    """T rounds as the engine has checked and planned them."""
+    """T rounds as the engine has checked them and admitted them to the budget."""
 
     @property
     def count(self) -> int:
         """T."""
-
-    def admitted(self) -> AbstractContextManager[None]:
-        """All draws admitted to the budget, together or not at all; they are to be made inside."""
 
     def begin(self, module: nn.Module, number: int) -> Gather:
         """A round that starts from ``module``: the function from a loader to the statistics of its records."""
@@ -277,13 +274,17 @@ class Training(PrivateValues):
         self._epoch: _Epoch | None = None
         self._copy: nn.Module | None = None
         self._ended: str | None = None
-        self._plan = ExitStack()
         self._anchor = torch.zeros((), requires_grad=True)
         self._forward = _Forward(self)
 
-    def start(self, plan: ExitStack) -> None:
-        """Take over the open plan of the budget, to be left with the last round, and the module's ``forward``."""
-        self._plan = plan.pop_all()
+    def start(self) -> None:
+        """From here on the module's ``forward`` is this loop's; an unfinished loop of the same module is over."""
+        earlier = vars(self.module).get("forward")
+        if isinstance(earlier, _Forward):
+            earlier.training.end(
+                "make_private_with_epsilon was called again for this module, which ended this loop; go on with the objects "
+                "that it returned"
+            )
         self._forward.install()
 
     def end(self, message: str) -> None:
@@ -293,7 +294,6 @@ class Training(PrivateValues):
         self._ended = message
         self._epoch = self._gather = self._copy = None
         self._forward.remove()
-        self._plan.close()
 
     def batches(self) -> Iterator[Any]:
         """One iteration of the loader."""
@@ -401,11 +401,11 @@ class Training(PrivateValues):
                 self._begin(epoch)
             assert self._gather is not None
             found = self._gather(_one_batch((ticket.inputs, ticket.targets)))
-        except BaseException:
+            epoch.statistics = found if epoch.statistics is None else _together(epoch.statistics, found)
+            epoch.counted, epoch.records = epoch.counted + 1, epoch.records + len(ticket.targets)
+        except BaseException:  # an interrupt, too, must not leave a batch half counted
             epoch.broken, epoch.statistics = "An exception was raised in backward().", None
             raise
-        epoch.statistics = found if epoch.statistics is None else _together(epoch.statistics, found)
-        epoch.counted, epoch.records = epoch.counted + 1, epoch.records + len(ticket.targets)
 
     def _begin(self, epoch: _Epoch) -> None:
         """The first batch of an epoch: the round starts from the weights that the module has now."""
@@ -443,21 +443,21 @@ class Training(PrivateValues):
         """Charge, draw, and move the weights."""
         statistics, epoch.statistics = epoch.statistics, None
         assert statistics is not None
+        number, own = self._number, dict(self.module.named_parameters())
+        # Over before it is drawn: whatever happens, no round is drawn twice.
+        epoch.drawn, self._number, self._gather = True, number + 1, None
         try:
-            released = self._rounds.draw(statistics, self._number)
+            released = self._rounds.draw(statistics, number)
+            with torch.no_grad():
+                for name, parameter in released.named_parameters():
+                    if parameter.requires_grad:
+                        own[name].copy_(parameter)
         except BaseException:
             self.end(
-                f"The draw of round {self._number + 1} failed, and with it the run: what was charged stays charged. Call "
+                f"The draw of round {number + 1} failed, and with it the run: what was charged stays charged. Call "
                 "make_private_with_epsilon again for what is left of the budget"
             )
             raise
-        epoch.drawn = True
-        own = dict(self.module.named_parameters())
-        with torch.no_grad():
-            for name, parameter in released.named_parameters():
-                if parameter.requires_grad:
-                    own[name].copy_(parameter)
-        self._number, self._gather = self._number + 1, None
         if self._number == self._rounds.count:
             self.end(
                 f"All {self._number} rounds of make_private_with_epsilon(epochs={self._number}) are drawn and the module is "
@@ -472,8 +472,10 @@ class _Forward:
     """In the place of a module's ``forward`` while rounds run; copies and pickles of the module get the plain one."""
 
     def __init__(self, training: Training):
-        self.training, self.plain = training, training.module.forward
-        self._held = vars(training.module).get("forward")
+        earlier = vars(training.module).get("forward")
+        self.training, self.plain, self._held = training, training.module.forward, earlier
+        if isinstance(earlier, _Forward):
+            self.plain, self._held = earlier.plain, earlier._held
         functools.update_wrapper(self, self.plain)
 
     def install(self) -> None:
@@ -687,30 +689,16 @@ def stand_ins(
 ) -> StandIns:
     """What an Opacus training loop is given instead of the four that ``originals`` checked.
 
-    The plan stays open until the last round. A loop that is never finished leaves it open, which costs nothing: what was
-    not drawn was not charged. A module that comes again starts anew, and its unfinished loop is over.
-
-    Raises:
-        BudgetExceeded: the rounds together do not fit the budget; nothing was charged.
+    A loop that is never finished costs what it has drawn. A module that comes again starts anew.
     """
-    earlier = vars(module).get("forward")
-    if isinstance(earlier, _Forward):
-        with rounds.admitted():
-            pass  # what the budget refuses does not end the earlier loop
-        earlier.training.end(
-            "make_private_with_epsilon was called again for this module, which ended this loop; go on with the objects that "
-            "it returned"
-        )
-    with ExitStack() as plan:
-        plan.enter_context(rounds.admitted())
-        training = Training(module, criterion, data_loader, rounds)
-        result = (
-            module,
-            StandInOptimizer(optimizer, training),
-            StandInCriterion(criterion, training),
-            StandInLoader(data_loader, training),
-        )
-        training.start(plan)
+    training = Training(module, criterion, data_loader, rounds)
+    result = (
+        module,
+        StandInOptimizer(optimizer, training),
+        StandInCriterion(criterion, training),
+        StandInLoader(data_loader, training),
+    )
+    training.start()
     return result
 
 

@@ -41,6 +41,10 @@ FACTS = {
     "seed": 11,
     "sampler": "exact",
     "failure_probability": 0.0,
+    "bounds": "given",
+    "clipping": "separate",
+    "round": 2,
+    "rounds": 3,
 }
 
 
@@ -85,6 +89,10 @@ IMPOSSIBLE = {
     "projection": [None, 3],
     "sampler": [None, 3],
     "seed": [-1, "0", 0.5],
+    "bounds": ["private", "", None],
+    "clipping": ["flat", "", None],
+    "round": [0, -1, 1.5, True],
+    "rounds": [0, -1, "3", None],
 }
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, Purchase, bounds
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, Purchase, Release, bounds
 from opacus_expm import statistics as statistics_module
 from opacus_expm.bounds import (
     GRID,
@@ -185,7 +185,9 @@ def test_only_what_is_missing_is_bought(missing):
     purchase, draw = engine.accountant.releases
     assert purchase.bound == missing
     assert purchase.quantile == QUANTILES[missing]
-    assert draw.epsilon == pytest.approx(1.0 - purchase.epsilon_range)
+    assert draw.epsilon == 1.0  # what was asked for; what is left of it is spent on the draw
+    assert draw.epsilon_range == pytest.approx(1.0 - purchase.epsilon_range, rel=1e-15)
+    assert draw.bounds == "bought"
 
 
 def test_gradient_only_needs_one_bound():
@@ -276,16 +278,43 @@ def test_the_grid_cannot_be_changed():
         bounds.GRID[0] = 1.0
 
 
-@pytest.mark.parametrize(("delta", "fits"), [(0.0, True), (1e-5, False)])
-def test_a_budget_refuses_bounds_and_draw_together_before_anything_is_charged(delta, fits):
-    """(ε, δ) of a draw and pure purchases exceed the filter for (1, 1e-5) together; a pure request fits exactly."""
+class Untouchable(Dataset):
+    """Private records that must not be read."""
+
+    def __len__(self):
+        return 3000
+
+    def __getitem__(self, index):
+        raise AssertionError("the private data was touched")
+
+
+@pytest.mark.parametrize("regularization", [0.0, 1.0, 1e3, None])
+@pytest.mark.parametrize("delta", [0.0, 1e-5])
+def test_bounds_and_draw_fit_a_budget_together(delta, regularization):
+    """A budget of what is asked for is enough, by range and by μ; nothing passes after it, and a little more is refused."""
     model, dataset = _task()
-    engine = ExpMQuadEngine(budget=(1.0, 1e-5))
-    options = {"criterion": nn.MSELoss(), "delta": delta, "regularization": 1.0}
-    if fits:
-        engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
-        assert len(engine.accountant) == 3
-    else:
-        with pytest.raises(BudgetExceeded, match="a pure release of at most epsilon="):
-            engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
-        assert len(engine.accountant) == 0
+    engine = ExpMQuadEngine(budget=(1.0, delta))
+    options = {"criterion": nn.MSELoss(), "delta": delta, "regularization": regularization}
+    with pytest.raises(BudgetExceeded, match=r"a pure release of at most epsilon=1(\.\d+)? still fits"):
+        engine.make_private_expm(model, _loader(Untouchable()), 1.1, 0.3, 5, **options)
+    assert len(engine.accountant) == 0
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
+    assert [type(event) for event in engine.accountant.releases] == [Purchase, Purchase, Release]
+    assert 0.9 < engine.get_epsilon(delta) <= 1.0
+    assert engine.remaining() == 0.0
+    with pytest.raises(BudgetExceeded, match="epsilon=0 still fits"):
+        engine.make_private_expm(model, _loader(Untouchable()), 1e-3, 0.3, 5, **options)
+
+
+@pytest.mark.parametrize(("delta", "regularization"), [(0.0, None), (1e-5, 0.0)])
+def test_what_follows_from_bought_bounds_lowers_no_total(delta, regularization):
+    """μ of a draw by range depends on the bounds, which are an output: it was not fixed in advance, and does not count."""
+    model, dataset = _task()
+    engine = ExpMQuadEngine()
+    options = {"criterion": nn.MSELoss(), "delta": delta, "regularization": regularization}
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, **options)
+    draw = engine.accountant.releases[-1]
+    assert (draw.calibration, draw.mu) == ("range", math.inf)
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, max_grad_norm=1.0, max_curvature=1.0, **options)
+    assert math.isfinite(engine.accountant.releases[-1].mu) is (regularization is None)

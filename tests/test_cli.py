@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import runpy
 import sys
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, cli, tasks
+from opacus_expm import Comparison, ExpMQuadEngine, cli, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -29,73 +28,57 @@ def small_task(monkeypatch):
         with torch.no_grad():
             model.weight.copy_(torch.eye(1, 5))
             model.bias.zero_()
-        return tasks.Task(model, draw(1.0), draw(1.4), draw(1.4), nn.MSELoss())
+        return tasks.Task(model, draw(1.0), draw(1.4), draw(1.4), nn.MSELoss(), name="sine", metric="loss")
 
     monkeypatch.setattr(tasks, "sine", build)
     return build
 
 
-NUMBER = r"(\d+\.\d{4})"
-OUTPUT = re.compile(
-    r"test loss \(mean squared error\) of the sine regression\n"
-    rf"  zero-shot    {NUMBER}\n"
-    rf"  private      {NUMBER}\n"
-    rf"  non-private  {NUMBER}\n"
-    r"spent: epsilon = (\S+) at delta = 0\n"
-)
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+SMALL = ["compare", "sine", "--quick", "--epsilon", "2", "--seeds", "1", "--trials", "1"]
 
 
-def run(capsys, *arguments):
-    """Zero-shot, private and non-private loss, and ε, as printed."""
-    assert cli.main(["demo", "--proj-dim", "4", *arguments]) == 0
+def test_compare_prints_a_table_and_writes_three_files(capsys, tmp_path, small_task):
+    assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    printed = OUTPUT.fullmatch(captured.out)
-    assert printed, captured.out
-    return [float(group) for group in printed.groups()]
-
-
-def test_demo_prints_three_losses_and_the_budget(capsys, small_task):
-    zero_shot, private, unprotected, epsilon = run(capsys)
     task = small_task(0)
-    assert zero_shot == pytest.approx(tasks.loss(task.model, task.test, task.criterion), abs=5e-5)
-    assert unprotected < 0.5 * zero_shot
-    assert 0 < private < 10
-    assert epsilon == 1.0
+    zero_shot = tasks.loss(task.model, task.test, task.criterion)
+    assert f"{zero_shot:.3g}"[:4] in captured.out
+    for label in ("zero-shot", "non-private", "Opacus DP-SGD", "ExpM-Quad"):
+        assert label in captured.out
+    assert {p.name for p in tmp_path.iterdir()} >= {"sine.csv", "sine.json", "sine.png", "cells.jsonl"}
+    assert (tmp_path / "sine.png").read_bytes().startswith(b"\x89PNG")
+    found = Comparison.from_json(tmp_path / "sine.json")
+    assert found.epsilons == (2.0,)
+    assert found.row("zero-shot").mean == pytest.approx(zero_shot, rel=1e-6)
+    assert found.row("non-private").mean < 0.9 * zero_shot
 
 
-@pytest.mark.parametrize("epsilon", ["0.25", "2.5", "10"])
-def test_demo_spends_what_was_asked_for(capsys, epsilon):
-    assert run(capsys, "--epsilon", epsilon)[3] == float(epsilon)
-
-
-def test_seed_fixes_the_data_but_not_the_noise(capsys):
-    runs = [run(capsys, "--seed", "3", "--radius", "2", "--epsilon", "0.01") for _ in range(3)]
-    assert runs[0][0] == runs[1][0] == runs[2][0]
-    assert runs[0][2] == runs[1][2] == runs[2][2]
-    assert len({private for _, private, _, _ in runs}) > 1
-    assert run(capsys, "--seed", "4")[0] != runs[0][0]
+def test_compare_goes_on_where_it_was(capsys, tmp_path, monkeypatch):
+    assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr("opacus_expm.comparison.dp_sgd", None)  # would fail if it were called again
+    assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == first
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--epsilon", "0"], "epsilon must be greater than 0, got 0.0"),
-        (["--epsilon", "-1"], "epsilon must be greater than 0, got -1.0"),
-        (["--epsilon", "nan"], "epsilon must be a number greater than 0, got nan"),
-        (["--epsilon", "inf"], "epsilon must be a number greater than 0, got inf"),
-        (["--epsilon", "much"], "argument --epsilon: invalid float value: 'much'"),
-        (["--radius", "-0.1"], "radius must be greater than 0, got -0.1"),
-        (["--proj-dim", "0"], "proj_dim must be a positive integer, got 0"),
-        (["--proj-dim", "7"], "proj_dim must be at most the number of trainable parameters, 6, got 7"),
-        (["--proj-dim", "2.5"], "argument --proj-dim: invalid int value: '2.5'"),
-        (["--seed", "-1"], "seed must be a non-negative integer or None, got -1"),
-        (["--delta", "1"], "unrecognized arguments: --delta 1"),
+        (["sine", "--epsilon", "0"], "greater than 0, got 0.0"),
+        (["sine", "--epsilon", "nan"], "got nan"),
+        (["sine", "--epsilon", "much"], "argument --epsilon: invalid float value: 'much'"),
+        (["sine", "--delta", "1"], "delta must be in [0, 1), got 1.0"),
+        (["sine", "--draws", "0"], "draws must be a positive integer, got 0"),
+        (["sine", "--trials", "0"], "trials must be a positive integer, got 0"),
+        (["nothing"], "invalid choice: 'nothing'"),
     ],
 )
-def test_bad_options_are_explained(capsys, arguments, message):
+def test_bad_options_are_explained(capsys, tmp_path, arguments, message):
     with pytest.raises(SystemExit) as raised:
-        cli.main(["demo", *arguments])
+        cli.main(["compare", *arguments, "--quick", "--out", str(tmp_path / "out")])
     assert raised.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -103,34 +86,45 @@ def test_bad_options_are_explained(capsys, arguments, message):
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["compare-nothing"]])
+def test_missing_data_is_explained(capsys, tmp_path, monkeypatch):
+    def absent(data_dir=None):
+        raise FileNotFoundError(f"mnist is not in {data_dir}; get it from its publisher")
+
+    monkeypatch.setattr(tasks, "mnist", absent)
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["compare", "mnist", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert raised.value.code == 2
+    assert "get it from its publisher" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo"]])
 def test_a_command_is_needed(capsys, arguments):
     with pytest.raises(SystemExit) as raised:
         cli.main(arguments)
     assert raised.value.code == 2
-    assert "demo" in capsys.readouterr().err or not arguments
+    assert "compare" in capsys.readouterr().err or not arguments
 
 
 def test_help_lists_the_options(capsys):
     with pytest.raises(SystemExit) as raised:
-        cli.main(["demo", "--help"])
+        cli.main(["compare", "--help"])
     assert raised.value.code == 0
     shown = capsys.readouterr().out
-    assert all(option in shown for option in ("--epsilon", "--radius", "--proj-dim", "--seed"))
+    assert all(option in shown for option in ("--epsilon", "--delta", "--draws", "--seeds", "--out", "--quick"))
 
 
-def test_package_runs_as_a_module(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["opacus-expm", "demo", "--proj-dim", "4", "--epsilon", "3"])
+def test_package_runs_as_a_module(capsys, monkeypatch, tmp_path):
+    engine = _ledger(tmp_path / "ledger.jsonl")
+    monkeypatch.setattr(sys, "argv", ["opacus-expm", "epsilon", str(tmp_path / "ledger.jsonl")])
     with pytest.raises(SystemExit) as raised:
         runpy.run_module("opacus_expm", run_name="__main__")
     assert raised.value.code == 0
-    printed = OUTPUT.fullmatch(capsys.readouterr().out)
-    assert printed
-    assert float(printed.group(4)) == 3.0
+    assert f"total: epsilon = {engine.get_epsilon():.6g} at delta = 0" in capsys.readouterr().out
 
 
-def test_training_as_in_the_demo_finds_the_slope(small_task):
-    """``tasks.fit`` and ``tasks.loss``, which the demo's table rests on."""
+def test_training_finds_the_slope(small_task):
+    """``tasks.fit`` and ``tasks.loss``."""
     task = small_task(0)
     task.model.train()
     before = tasks.loss(task.model, task.private, task.criterion)

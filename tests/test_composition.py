@@ -619,27 +619,34 @@ def test_nothing_is_always_admitted():
 def test_each_branch_admits_what_the_others_do_not(monkeypatch):
     """Pure, Rényi and Gaussian; with a branch shut, its case is refused."""
     pure = (Filter(1.0, 1e-6), copies(2, 0.5))
-    renyi = (Filter(4.5, 1e-6), copies(40, 0.2))
+    renyi = (Filter(4.0, 1e-6), copies(40, 0.2))
     share = 1e-5 / (len(composition._FILTER_ORDERS) + 1)
-    gaussian = (Filter(1.0, 1e-5), copies(4, 50.0, 0.499 * curves.gaussian_mu(1.0, share)))
-    for budget, events in (pure, renyi, gaussian):
+    mu = curves.gaussian_mu(1.0, share)
+    gaussian = (Filter(1.0, 1e-5), copies(4, 50.0, 0.499 * mu))
+    # A range without μ counts as the μ of its range.
+    ranged = (Filter(1.0, 1e-5), [Event(50.0, 0.99 * mu), Event(0.05)])
+    assert curves.bounded_range_mu(0.05) ** 2 + (0.99 * mu) ** 2 < mu**2
+    for budget, events in (pure, renyi, gaussian, ranged):
         assert budget.admits(events, [])
-    # Pure: at δ = 0 the other two say nothing.
+    assert not ranged[0].admits([ranged[1][0], Event(0.06)], [])
+    # Pure: at δ = 0 the others say nothing.
     assert Filter(1.0, 0.0).admits(pure[1], [])
-    for budget, events in (renyi, gaussian):
+    for budget, events in (renyi, gaussian, ranged):
         assert not Filter(budget.epsilon, 0.0).admits(events, [])
         assert sum(e.epsilon_range for e in events) > budget.epsilon
-    # Rényi: no μ, more than ε in sum. Gaussian: refused once the Gaussian curve is out of reach.
+    # Rényi: more than ε in sum. Gaussian: refused once the Gaussian curve is out of reach.
     with monkeypatch.context() as patch:
         patch.setattr(curves, "gaussian_delta", lambda mu, epsilon: 1.0)
         assert pure[0].admits(pure[1], [])
         assert renyi[0].admits(renyi[1], [])
         assert not gaussian[0].admits(gaussian[1], [])
+        assert not ranged[0].admits(ranged[1], [])
     with monkeypatch.context() as patch:
         patch.setattr(composition, "_rdp", lambda *arguments: math.inf)
         assert pure[0].admits(pure[1], [])
         assert not renyi[0].admits(renyi[1], [])
         assert gaussian[0].admits(gaussian[1], [])
+        assert ranged[0].admits(ranged[1], [])
 
 
 def test_filter_limits_by_hand():

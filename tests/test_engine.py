@@ -140,7 +140,7 @@ NOT_NUMBERS = {"bool": True, "text": "1", "none": None, "complex": 1j, "tensor":
 def _table():
     """Name → (arguments to change, error, what the message must contain)."""
     table = {}
-    for argument in ("epsilon", "radius", "max_grad_norm"):
+    for argument in ("epsilon", "radius", "max_grad_norm", "damping"):
         for name, value in NUMBERS.items():
             table[f"{argument} {name}"] = ({argument: value}, ValueError, [argument, "greater than 0", repr(value)])
     for argument in ("regularization", "max_curvature"):
@@ -151,11 +151,11 @@ def _table():
         table[f"delta {value}"] = ({"delta": value}, ValueError, ["delta", "[0, 1)", repr(value)])
     for argument in ("epsilon", "radius", "max_grad_norm", "regularization", "max_curvature", "delta"):
         for name, value in NOT_NUMBERS.items():
-            if value is None and argument.startswith("max"):
+            if value is None and argument in ("max_grad_norm", "max_curvature", "regularization"):
                 continue  # means "not given"
             words = [argument, "number", repr(value), type(value).__name__]
             table[f"{argument} {name}"] = ({argument: value}, TypeError, words)
-    for argument in ("proj_dim", "nominal_size", "max_physical_batch_size", "curvature_samples"):
+    for argument in ("proj_dim", "nominal_size", "max_physical_batch_size", "curvature_samples", "rounds", "public_rank"):
         for value in (0, -1):
             words = [argument, "positive integer", repr(value)]
             table[f"{argument} {value}"] = ({argument: value}, ValueError, words)
@@ -168,11 +168,13 @@ def _table():
         ["proj_dim", str(PARAMETERS + 1), f"at most the number of trainable parameters, {PARAMETERS}", "proj_dim=None"],
     )
     for argument, known in {
-        "projection": ("stiefel", "sparse"),
+        "projection": ("stiefel", "sparse", "public", "preconditioned"),
         "calibration": ("auto", "range", "gaussian", "paper"),
         "adjacency": ("add_remove", "replace_one"),
         "grad_sample_mode": ("hooks", "functorch"),
         "sampler": ("exact", "gibbs", "rejection"),
+        "clipping": ("separate", "joint"),
+        "bounds": ("paper",),
     }.items():
         for value in ("unknown", 3, "Hooks"):
             if argument == "sampler" and value == 3:
@@ -306,7 +308,7 @@ def _table():
             ["calibration='gaussian' needs delta > 0", "delta=0.0", "use calibration='range'"],
         ),
         "gaussian without regularization": (
-            {"calibration": "gaussian", "delta": 1e-5},
+            {"calibration": "gaussian", "delta": 1e-5, "regularization": 0.0},
             ValueError,
             ["regularization > 0", "regularization=0.0", "use calibration='range'"],
         ),
@@ -862,6 +864,10 @@ PUBLIC_FIELDS = {
     "seed",
     "sampler",
     "failure_probability",
+    "bounds",
+    "clipping",
+    "round",
+    "rounds",
 }
 
 
@@ -880,6 +886,7 @@ def test_a_release_record_holds_public_facts_only():
     assert (found.nominal_size, found.max_grad_norm, found.max_curvature) == (RECORDS, 1.0, 1.0)
     assert (found.projection, found.proj_dim, found.seed) == ("stiefel", 5, 9)
     assert (found.sampler, found.failure_probability) == ("exact", 0.0)
+    assert (found.bounds, found.clipping, found.round, found.rounds) == ("given", "separate", 1, 1)
 
 
 def test_the_full_space_has_no_seed():

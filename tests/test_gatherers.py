@@ -202,11 +202,14 @@ class Forgetful:
 
     def __init__(self, projection: Projection, forgotten: int):
         self._projection, self._forgotten = projection, forgotten
-        self.dim = projection.dim
+        self.dim, self.width = projection.dim, projection.width
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         if start != self._forgotten:
             self._projection.add_projected(out, rows, start)
+
+    def finish(self, out: Tensor) -> Tensor:
+        return self._projection.finish(out)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "dp-lstm"])

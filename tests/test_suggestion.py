@@ -1,0 +1,150 @@
+"""Settings rehearsed on public data."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm import Candidate, ExpMQuadEngine, curves, suggest
+from opacus_expm.suggestion import default_candidates
+
+CANDIDATES = [Candidate("stiefel", 3, 1, radius) for radius in (1e-3, 0.5, 50.0)]
+
+
+def _task(records=400):
+    """A regression whose pretrained slope is off by 0.3 where the inputs are noisy."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, 4, generator=generator)
+    y = x.sum(1, keepdim=True)
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    return model, DataLoader(TensorDataset(x, y), batch_size=64)
+
+
+def _suggest(**changes):
+    model, loader = _task()
+    options = {"criterion": nn.MSELoss(), "candidates": CANDIDATES, **changes}
+    return suggest(
+        model, loader, options.pop("epsilon", 2.0), options.pop("delta", 0.0), options.pop("n", 2000), **options
+    )
+
+
+def test_the_best_of_the_rehearsal_is_chosen():
+    """The default shift doubles the input's variance, so that the best slope is one half: a move of about 1."""
+    found = _suggest()
+    losses = [loss for _, loss in found.tried]
+    assert losses == sorted(losses)
+    assert found.candidate == found.tried[0][0] != CANDIDATES[0]
+    assert losses[0] < 0.9 * found.zero_shot
+    assert found.zero_shot == pytest.approx(4.0, rel=0.35)  # the noise's own variance, summed over four inputs
+
+
+def test_a_suggestion_is_found_again_whatever_the_global_seed():
+    torch.manual_seed(1)
+    first = _suggest()
+    torch.manual_seed(2)
+    second = _suggest()
+    assert first.tried == second.tried
+    assert str(first) == str(second)
+    assert [loss for _, loss in _suggest(seed=1).tried] != [loss for _, loss in first.tried]
+
+
+def test_more_records_mean_less_noise():
+    """With few private records the large ball is drowned in noise; with many it is the quadratic that decides."""
+    few = dict(_suggest(n=300, epsilon=0.05).tried)
+    many = dict(_suggest(n=3_000_000, epsilon=0.05).tried)
+    assert few[CANDIDATES[2]] > 3 * many[CANDIDATES[2]]
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-5])
+def test_the_rehearsals_budget_has_the_real_runs_noise(monkeypatch, delta):
+    """Relative to the sums of n₀ records, the noise is that of n: ε, or μ, is larger by n/n₀."""
+    asked = []
+    original = ExpMQuadEngine.make_private_expm
+
+    def spy(self, model, loader, epsilon, *arguments, **options):
+        asked.append((epsilon, options["delta"], len(loader.dataset)))
+        return original(self, model, loader, epsilon, *arguments, **options)
+
+    monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
+    _suggest(delta=delta, epsilon=0.5, n=6000, candidates=CANDIDATES[:1], repeats=1)
+    [(epsilon, used, records)] = asked
+    assert (used, records) == (delta, 300)
+    if delta == 0:
+        assert epsilon == pytest.approx(20 * 0.5, rel=1e-12)
+    else:
+        ratio = curves.gaussian_mu(epsilon, delta) / curves.gaussian_mu(0.5, delta)
+        assert ratio == pytest.approx(20, rel=1e-6)
+
+
+def test_arguments_run():
+    found = _suggest()
+    model, loader = _task()
+    engine = ExpMQuadEngine()
+    private = engine.make_private_expm(model, loader, 1.0, **found.arguments(), criterion=nn.MSELoss())
+    [release] = engine.accountant.releases
+    assert release.radius == found.candidate.radius
+    assert release.max_grad_norm == found.max_grad_norm
+    assert release.regularization == found.regularization
+    assert engine.get_epsilon() == 1.0
+    assert any(not torch.equal(a, b) for a, b in zip(private.parameters(), model.parameters(), strict=True))
+
+
+def test_the_explanation_names_what_was_chosen_and_tried():
+    text = str(_suggest())
+    assert "rehearsed on shifted public records" in text
+    assert text.count("stiefel") == 1 + len(CANDIDATES)
+    assert "held-out loss" in text
+
+
+def test_own_shift_and_held_out_records():
+    """A shift of every input by 0.1 leaves the pretrained model 0.4 off, on any held-out record."""
+    found = _suggest(shift=lambda x: x + 0.1)
+    assert found.zero_shot == pytest.approx(0.16, rel=1e-5)
+    assert all(loss >= 0 and math.isfinite(loss) for _, loss in found.tried)
+
+
+def test_default_candidates_fit_the_model():
+    for size, delta in ((5, 0.0), (150, 0.0), (10_000, 0.0), (10_000, 1e-5)):
+        tried = default_candidates(size, delta)
+        assert all(c.proj_dim is None or c.proj_dim <= size for c in tried)
+        assert len(set(tried)) == len(tried) >= 3
+    assert {c.rounds for c in default_candidates(10_000, 0.0)} == {1}
+    assert {c.projection for c in default_candidates(10_000, 1e-5)} == {"preconditioned"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon must be greater than 0"),
+        ({"delta": 1.0}, "delta must be in"),
+        ({"n": 0}, "n must be a positive integer"),
+        ({"repeats": 0}, "repeats must be a positive integer"),
+        ({"seed": -1}, "seed must be a non-negative integer"),
+        ({"candidates": []}, "candidates must not be empty"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        _suggest(**changes)
+
+
+def test_inputs_that_cannot_be_shifted_are_refused():
+    dataset = TensorDataset(torch.randint(5, (40, 3)), torch.zeros(40, 1))
+    with pytest.raises(ValueError, match="one floating tensor"):
+        suggest(nn.Linear(3, 1), DataLoader(dataset, batch_size=8), 1.0, 0.0, 100, criterion=nn.MSELoss())
+    few = TensorDataset(torch.randn(5, 3), torch.zeros(5, 1))
+    with pytest.raises(ValueError, match="at least 8 records"):
+        suggest(nn.Linear(3, 1), DataLoader(few, batch_size=8), 1.0, 0.0, 100, criterion=nn.MSELoss())
+
+
+def test_nothing_private_is_needed_or_charged():
+    """Twice as many repeats change the average, not any ledger of the caller."""
+    engine = ExpMQuadEngine()
+    assert np.isfinite([loss for _, loss in _suggest(repeats=1).tried]).all()
+    assert len(engine.accountant) == 0
