@@ -207,11 +207,13 @@ def report(options, log: Log) -> list[dict]:
     for r in log.runs():
         if r["task"] == options.task and "score" in r and r["method"] != "dp-sgd grid":
             cells.setdefault((r["method"], r["delta"], r["epsilon"]), []).append(r["score"])
-    rows = [
-        {"method": m, "delta": d, "epsilon": e, "mean": float(np.mean(s)), "std": float(np.std(s, ddof=1)) if len(s) > 1 else None,
-         "seeds": len(s)}
-        for (m, d, e), s in cells.items()
-    ]  # fmt: skip
+    rows = []
+    for (method, delta, epsilon), scores in cells.items():
+        std = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
+        mean = float(np.mean(scores))
+        rows.append(
+            {"method": method, "delta": delta, "epsilon": epsilon, "mean": mean, "std": std, "seeds": len(scores)}
+        )
     epsilons = sorted({r["epsilon"] for r in rows if r["epsilon"] is not None})
     print(f"{options.task}: mean ± standard deviation over seeds (number of seeds)")
     print(f"{'':24}" + "".join(f"{f'eps {e:g}':>20}" for e in epsilons))

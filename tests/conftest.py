@@ -1,6 +1,22 @@
-"""Hypothesis without randomness of its own: the same examples in every run."""
+"""Hypothesis without randomness of its own: the same examples in every run; a data cache for tests that need one."""
 
+import urllib.request
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("ci")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own for each test; no data directory, and no way out."""
+
+    def refuse(request, timeout):
+        raise OSError("no network in tests")
+
+    monkeypatch.delenv("OPACUS_EXPM_DATA", raising=False)
+    monkeypatch.setenv("OPACUS_EXPM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    return tmp_path / "cache"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
+from scipy.special import log_ndtr, ndtri_exp
 
 from opacus_expm import curves
 
@@ -90,6 +91,109 @@ def test_gaussian_inverses(epsilon, delta):
     assert curves.gaussian_epsilon(mu, delta) <= epsilon
     assert curves.gaussian_epsilon(mu, delta) == pytest.approx(epsilon, rel=1e-7, abs=1e-7)
     assert curves.gaussian_delta(mu * 1.001, epsilon) > delta
+
+
+# --- The Gaussian curve below every bounded-range mechanism ---------------------------------------------------------
+
+TINY = [1e-300, 1e-20, 1e-12, 1e-9, 1e-6]
+LARGE = [200.0, 999.0, 1001.0, 1e4, 1e6]
+
+
+def _log_gap(x: float) -> float:
+    """The logarithm of 1 − e^{−x}."""
+    return math.log(-math.expm1(-x))
+
+
+def _kink(epsilon: float, t: float) -> tuple[float, float, float]:
+    """Of the trade-off curve of the two-point laws: ln p, ln(1−p) and ln β, where α = 1−p and β = p·e^{−t}."""
+    log_p = _log_gap(epsilon - t) - _log_gap(epsilon)
+    log_rest = t - epsilon + _log_gap(t) - _log_gap(epsilon)
+    return log_p, log_rest, log_p - t
+
+
+def _quantile(log_p: float, log_rest: float) -> float:
+    """Φ⁻¹(p), from whichever of p and 1−p is the smaller."""
+    return float(ndtri_exp(log_p) if log_p < log_rest else -ndtri_exp(log_rest))
+
+
+def _above_the_gaussian(epsilon: float, t: float, mu: float) -> float:
+    """How far the kink lies above the curve of two unit Gaussians at distance μ: ln β − ln Φ(Φ⁻¹(1−α) − μ)."""
+    log_p, log_rest, log_beta = _kink(epsilon, t)
+    return log_beta - float(log_ndtr(_quantile(log_p, log_rest) - mu))
+
+
+def _mu_needed(epsilon: float, t: float) -> float:
+    """The μ whose curve goes through the kink."""
+    log_p, log_rest, log_beta = _kink(epsilon, t)
+    log_alpha_side = math.log1p(-math.exp(log_beta))
+    return _quantile(log_p, log_rest) - _quantile(log_beta, log_alpha_side)
+
+
+def test_the_kink_is_that_of_the_two_point_laws():
+    for epsilon, t in ((1.0, 0.3), (4.0, 2.0), (0.1, 0.09)):
+        p, q = _two_point_laws(epsilon, t)
+        log_p, log_rest, log_beta = _kink(epsilon, t)
+        assert [math.exp(log_p), math.exp(log_rest)] == pytest.approx(p, rel=1e-12)
+        assert math.exp(log_beta) == pytest.approx(q[0], rel=1e-12)
+
+
+@given(st.floats(1e-3, 300.0), st.floats(1e-6, 1 - 1e-6))
+def test_no_bounded_range_mechanism_is_easier_to_tell_apart_than_its_gaussians(epsilon, share):
+    mu = curves.bounded_range_mu(epsilon)
+    assert _above_the_gaussian(epsilon, share * epsilon, mu) >= -1e-12 * max(1.0, epsilon)
+    assert _mu_needed(epsilon, share * epsilon) <= mu * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 0.999, 1.0, 4.0, 30.0, 300.0])
+def test_the_gaussians_are_touched_in_the_middle_and_nearer_ones_are_crossed(epsilon):
+    mu = curves.bounded_range_mu(epsilon)
+    assert abs(_above_the_gaussian(epsilon, epsilon / 2, mu)) <= 1e-9 * min(1.0, mu)
+    assert _mu_needed(epsilon, epsilon / 2) == pytest.approx(mu, rel=1e-9)
+    # Nowhere else is as much needed, and a thousandth less is too little.
+    others = [_mu_needed(epsilon, share * epsilon) for share in np.linspace(0.001, 0.999, 999)]
+    assert int(np.argmax(others)) == 499
+    assert _above_the_gaussian(epsilon, epsilon / 2, mu * (1 - 1e-3)) < -1e-4 * mu
+
+
+@given(st.one_of(st.floats(1e-3, 1e6), st.sampled_from(TINY + LARGE)))
+def test_range_and_mu_are_inverse_on_the_private_side(epsilon):
+    mu = curves.bounded_range_mu(epsilon)
+    assert curves.bounded_range_within(mu) == pytest.approx(epsilon, rel=1e-11)
+    # What is allowed for a μ costs no more than it, and barely less.
+    for allowed in (mu, 0.5 * mu):
+        back = curves.bounded_range_mu(curves.bounded_range_within(allowed))
+        assert back <= allowed * (1 + 2e-12)
+        assert back == pytest.approx(allowed, rel=1e-11)
+
+
+@pytest.mark.parametrize("epsilon", TINY)
+def test_tiny_ranges_keep_their_digits(epsilon):
+    """μ = ε√(2π)/4 to first order, with a relative error of order ε²; a difference of logarithms loses it all."""
+    first_order = epsilon * math.sqrt(2 * math.pi) / 4
+    assert curves.bounded_range_mu(epsilon) == pytest.approx(first_order, rel=max(3e-12, epsilon))
+    assert curves.bounded_range_mu(epsilon) >= first_order * (1 - epsilon**2)
+    assert curves.bounded_range_within(first_order) == pytest.approx(epsilon, rel=max(3e-12, epsilon))
+
+
+@pytest.mark.parametrize("epsilon", LARGE)
+def test_large_ranges_are_not_cut_off(epsilon):
+    """For large ε, 2 logit Φ(μ/2) is −2 ln Φ(−μ/2)."""
+    mu = curves.bounded_range_mu(epsilon)
+    assert -2 * float(log_ndtr(-mu / 2)) == pytest.approx(epsilon, rel=1e-11)
+    assert curves.bounded_range_mu(2 * epsilon) > 1.3 * mu
+
+
+def test_no_range_no_mu():
+    assert curves.bounded_range_mu(math.inf) == math.inf
+    assert curves.bounded_range_within(math.inf) == math.inf
+
+
+@given(st.floats(1e-3, 5000.0), st.floats(1e-12, 0.3))
+def test_by_mu_no_range_costs_less_than_it_does(epsilon, delta):
+    """The exact curve of a range is the least that holds for it; what goes through μ may not claim less."""
+    assert curves.gaussian_epsilon(curves.bounded_range_mu(epsilon), delta) >= curves.bounded_range_epsilon(
+        epsilon, delta
+    ) * (1 - 1e-12)
 
 
 def test_edges():

@@ -25,17 +25,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 REAL_DATA = Path(os.environ.get("OPACUS_EXPM_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache of its own for each test; no data directory, and no way out."""
-
-    def refuse(request, timeout):
-        raise OSError("no network in tests")
-
-    monkeypatch.delenv("OPACUS_EXPM_DATA", raising=False)
-    monkeypatch.setenv("OPACUS_EXPM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

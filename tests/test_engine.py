@@ -155,7 +155,14 @@ def _table():
                 continue  # means "not given"
             words = [argument, "number", repr(value), type(value).__name__]
             table[f"{argument} {name}"] = ({argument: value}, TypeError, words)
-    for argument in ("proj_dim", "nominal_size", "max_physical_batch_size", "curvature_samples", "rounds", "public_rank"):
+    for argument in (
+        "proj_dim",
+        "nominal_size",
+        "max_physical_batch_size",
+        "curvature_samples",
+        "rounds",
+        "public_rank",
+    ):
         for value in (0, -1):
             words = [argument, "positive integer", repr(value)]
             table[f"{argument} {value}"] = ({argument: value}, ValueError, words)

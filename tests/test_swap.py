@@ -560,6 +560,11 @@ def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clea
             loss.backward()
         with pytest.raises(RuntimeError, match="with a budget for it"):
             loop.optimizer.step()
+        loop.module.eval()
+        with torch.no_grad():
+            assert str(loop.criterion(loop.module(x), y)) == "private"
+            assert loop.criterion(loop.module(x + 1), y + 0).item() > 0
+        loop.module.train()
     assert torch.equal(flat(loop.module), clean)
     assert len(loop.engine.accountant.releases) == 1
     assert "forward" not in vars(loop.module)

@@ -1,7 +1,6 @@
 """Tasks: what is public, what is private, how a model is judged; on small files, and once on the published ones."""
 
 import copy
-import urllib.request
 
 import numpy as np
 import pytest
@@ -13,18 +12,7 @@ from torch.utils.data import TensorDataset
 
 from opacus_expm import tasks
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache of its own for each test; no data directory, and no way out."""
-
-    def refuse(request, timeout):
-        raise OSError("no network in tests")
-
-    monkeypatch.delenv("OPACUS_EXPM_DATA", raising=False)
-    monkeypatch.setenv("OPACUS_EXPM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(autouse=True, scope="module")
