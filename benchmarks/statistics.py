@@ -30,9 +30,9 @@ COMPARED = (
 
 
 CURVLINOPS = ("exact stiefel 20", "curvlinops 20")  # on one batch: without clipping, and one product for each column
-LAPLACE = ("exact stiefel 400", "laplace full")  # on 16 records: the whole p × p matrix is built there
-LAPLACE_RECORDS = 16
-SCALING = ("outputs 2", "outputs 10", "outputs 50", "width 64", "width 256", "width 1024")
+LAPLACE = ("exact stiefel 400", "laplace full")  # on 8 records: the whole p × p matrix is built there
+LAPLACE_RECORDS = 8
+SCALING = ("outputs 2", "outputs 10", "outputs 20", "width 64", "width 256", "width 512")
 SCALING_RECORDS = 4096
 
 

@@ -89,8 +89,8 @@ EXPM_GRID: tuple[Grid, ...] = (
     {**_RANDOM, "regularization": (0.0,)},
 )
 EXPM_DELTA_GRID: tuple[Grid, ...] = (
-    {**_NEWTON, "radius": (0.1, 0.3, 1.0, 3.0, 10.0), "rounds": (1, 4)},
-    {**_RANDOM, "regularization": (None,)},
+    {**_NEWTON, "damping": (None, 1.0), "radius": (1.0, 2.0, 4.0, 8.0), "rounds": (4, 8)},
+    {**_RANDOM, "proj_dim": (400,), "radius": (0.3, 1.0), "rounds": (4, 8)},
 )
 GRIDS: Mapping[str, Sequence[Grid]] = {
     "non-private": (NON_PRIVATE_GRID,),
@@ -102,7 +102,7 @@ QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private
     "non-private": ({"learning_rate": (1e-2,), "batch_size": (256,), "epochs": (10,)},),
     "dp-sgd": tuple({**grid, "learning_rate": (0.003, 0.01, 0.03)} for grid in DP_SGD_GRID[:2]),
     "expm": ({**_NEWTON, "radius": (0.03, 0.1, 0.3), "regularization": (0.0, None)},),
-    "expm-delta": ({**_NEWTON, "radius": (0.3, 1.0, 3.0), "rounds": (1, 4)},),
+    "expm-delta": ({**_NEWTON, "radius": (1.0, 2.0, 4.0), "rounds": (4, 8)},),
 }
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end

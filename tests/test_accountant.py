@@ -1,5 +1,6 @@
 """The ledger in memory: what it accepts, what it refuses, and that it agrees with calibration and with Opacus."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -19,7 +20,16 @@ from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Release, composition, curves
+from opacus_expm import (
+    BudgetExceeded,
+    ExpMAccountant,
+    ExpMQuadEngine,
+    NoGuarantee,
+    Purchase,
+    Release,
+    composition,
+    curves,
+)
 from opacus_expm.accountant import PlannedEvent
 from opacus_expm.calibration import calibrate
 from opacus_expm.sums import Sensitivity
@@ -585,6 +595,307 @@ def test_a_first_release_may_use_delta(delta):
     accountant.record(release(wide))
     assert accountant.get_epsilon(delta) <= 1.0
     assert accountant.remaining() == 0.0
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+DELTA = 1e-5
+MU = curves.gaussian_mu(1.0, DELTA)  # of the whole budget (1, DELTA)
+
+
+def by_mu(mu, epsilon_range=50.0, **changes):
+    """A release that costs little by its μ alone."""
+    return release(1.0, epsilon_range=epsilon_range, mu=mu, delta=DELTA, **changes)
+
+
+def planned_draws(count):
+    """The whole of (1, DELTA), by μ or by ranges that are as hard to tell apart."""
+    mu = MU / math.sqrt(count) * (1 - 1e-9)
+    return [
+        [PlannedEvent(math.inf, mu)] * count,
+        [PlannedEvent(curves.bounded_range_within(mu))] * count,
+    ]
+
+
+def purchase(epsilon):
+    return Purchase(epsilon, "add_remove", "max_grad_norm", 0.8, 40)
+
+
+def test_a_plan_admits_what_would_not_pass_one_by_one():
+    """The filter has to share δ among its conditions; a plan, fixed before any output, has not."""
+    alone = ExpMAccountant(budget=(1.0, DELTA))
+    alone.record(by_mu(MU / math.sqrt(3)))
+    alone.record(by_mu(MU / math.sqrt(3)))
+    with pytest.raises(BudgetExceeded):
+        alone.record(by_mu(MU / math.sqrt(3)))
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    with accountant.planned(planned_draws(3), 1.0, DELTA):
+        for _ in range(3):
+            accountant.record(by_mu(MU / math.sqrt(3) * (1 - 1e-9)))
+    assert len(accountant) == 3
+    assert accountant.get_epsilon(DELTA) == pytest.approx(1.0, rel=1e-6)
+    assert accountant.get_epsilon(DELTA) <= 1.0
+
+
+def test_nothing_passes_after_a_plan_that_used_the_whole_budget():
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    with accountant.planned(planned_draws(3), 1.0, DELTA):
+        for _ in range(3):
+            accountant.record(by_mu(MU / math.sqrt(3) * (1 - 1e-9)))
+        with pytest.raises(BudgetExceeded):  # one more of the same, still inside
+            accountant.record(by_mu(MU / math.sqrt(3) * (1 - 1e-9)))
+    assert accountant.remaining() == 0.0
+    for more in (release(1e-6), by_mu(1e-6), by_mu(MU / math.sqrt(3)), purchase(1e-6)):
+        with pytest.raises(BudgetExceeded):
+            accountant.record(more)
+    with pytest.raises(BudgetExceeded), accountant.planned([[PlannedEvent(1e-6)]], 1e-6, 0.0):
+        pass
+    with pytest.raises(BudgetExceeded):
+        accountant.step(noise_multiplier=100.0, sample_rate=0.01)
+    assert len(accountant) == 3
+
+
+def test_a_plan_that_does_not_fit_charges_nothing():
+    """Every alternative has to fit; the body is not entered."""
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    fits, too_much = planned_draws(3)[0], [PlannedEvent(math.inf, MU / math.sqrt(3) * 1.001)] * 3
+    for alternatives in ([too_much], [fits, too_much], [too_much, fits], [[*fits, PlannedEvent(0.01)]]):
+        entered = False
+        message = "epsilon=1, delta=1e-05 would exceed the budget epsilon=1, delta=1e-05"
+        with pytest.raises(BudgetExceeded, match=message), accountant.planned(alternatives, 1.0, DELTA):
+            entered = True
+        assert not entered
+        assert len(accountant) == 0
+        assert accountant._plan is None
+    # What was spent before counts.
+    accountant.record(release(0.01))
+    with pytest.raises(BudgetExceeded), accountant.planned([fits], 1.0, DELTA):
+        entered = True
+    assert not entered
+    assert len(accountant) == 1
+
+
+@pytest.mark.parametrize(
+    "beyond",
+    [
+        by_mu(MU / math.sqrt(3) * 1.01),
+        by_mu(math.inf),
+        release(0.9),
+        by_mu(MU / math.sqrt(3) * 0.99, failure_probability=1e-12),
+    ],
+    ids=["mu", "no mu", "range", "failure"],
+)
+def test_what_exceeds_a_plan_is_judged_on_its_own(beyond):
+    """Refused if it does not fit, with what came before; charged if it does, and then the rest is judged too."""
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    mu = MU / math.sqrt(3) * (1 - 1e-9)
+    with accountant.planned(planned_draws(3), 1.0, DELTA):
+        accountant.record(by_mu(mu))
+        accountant.record(by_mu(mu))
+        with pytest.raises(BudgetExceeded):
+            accountant.record(beyond)
+        assert len(accountant) == 2
+        accountant.record(by_mu(mu))  # a refusal leaves the plan where it was
+    assert len(accountant) == 3
+    fresh = ExpMAccountant(budget=(1.0, 0.0))
+    with fresh.planned([[PlannedEvent(0.1)] * 2], 0.2, 0.0):
+        fresh.record(release(0.9))  # not in the plan, and within the budget
+        with pytest.raises(BudgetExceeded):
+            fresh.record(release(0.1 + 1e-3))
+        fresh.record(release(0.1))  # within the budget by itself
+        with pytest.raises(BudgetExceeded):
+            fresh.record(release(0.1))
+
+
+def test_a_planned_release_is_held_to_all_that_was_planned():
+    """A plan that counted with a small range and a small μ is not followed by a release that has one of them."""
+    both = by_mu(0.2, epsilon_range=5.0)
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    with accountant.planned([[both]], 1.0, DELTA):
+        for wrong in (by_mu(math.inf, epsilon_range=5.0), by_mu(0.3, epsilon_range=5.0)):
+            with pytest.raises(BudgetExceeded):
+                accountant.record(wrong)
+        accountant.record(both)
+    assert accountant.get_epsilon(DELTA) <= 1.0
+
+
+def test_a_range_may_stand_for_the_mu_that_was_planned():
+    """Draws of one plan may be by range or by μ in turn: a range within that of μ is as hard to tell apart."""
+    mu = MU / math.sqrt(2) * (1 - 1e-9)
+    ranged = release(curves.bounded_range_within(mu))
+    for order in ([by_mu(mu), ranged], [ranged, by_mu(mu)]):
+        accountant = ExpMAccountant(budget=(1.0, DELTA))
+        with accountant.planned(planned_draws(2), 1.0, DELTA):
+            for event in order:
+                accountant.record(event)
+        assert accountant.get_epsilon(DELTA) <= 1.0
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    with accountant.planned(planned_draws(2), 1.0, DELTA):
+        accountant.record(by_mu(mu))
+        with pytest.raises(BudgetExceeded):
+            accountant.record(release(2 * curves.bounded_range_within(mu)))
+
+
+def test_alternatives_are_not_mixed():
+    """What was charged rules out the alternatives that it does not belong to."""
+    first = [PlannedEvent(0.2), PlannedEvent(0.8)]
+    second = [PlannedEvent(0.8), PlannedEvent(0.2)]
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    with accountant.planned([first, second], 1.0, 0.0):
+        accountant.record(release(0.8))  # the second
+        with pytest.raises(BudgetExceeded):
+            accountant.record(release(0.8))
+        accountant.record(release(0.2))
+    assert accountant.get_epsilon() == 1.0
+
+
+def test_another_process_in_between_has_the_rest_judged(tmp_path):
+    """Two accountants on one ledger: a charge by the other is read in before the next of the plan."""
+    path = tmp_path / "ledger.jsonl"
+    mu = MU / math.sqrt(2) * (1 - 1e-9)
+    ours, theirs = (ExpMAccountant(budget=budget, ledger_path=path) for budget in ((1.0, DELTA), None))
+    with ours.planned(planned_draws(2), 1.0, DELTA):
+        ours.record(by_mu(mu))
+        theirs.record(release(0.01))
+        with pytest.raises(BudgetExceeded):
+            ours.record(by_mu(mu))
+        # Nor do they pass by the plan later on.
+        with pytest.raises(BudgetExceeded):
+            ours.record(by_mu(mu))
+    assert [r.epsilon_range for r in theirs.releases] == [50.0, 0.01]
+    # The same with a step of DP-SGD, and without any disturbance.
+    for step in (True, False):
+        other = tmp_path / f"other-{step}.jsonl"
+        ours, theirs = (ExpMAccountant(budget=budget, ledger_path=other) for budget in ((1.0, DELTA), None))
+        with ours.planned(planned_draws(2), 1.0, DELTA):
+            ours.record(by_mu(mu))
+            if step:
+                theirs.step(noise_multiplier=50.0, sample_rate=0.01)
+                with pytest.raises(BudgetExceeded):
+                    ours.record(by_mu(mu))
+            else:
+                assert len(theirs) == 0  # as long as it does not look
+                ours.record(by_mu(mu))
+        assert len(ours) == 2
+
+
+def test_a_plan_that_is_left_does_not_leak():
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    mu = MU / math.sqrt(3) * (1 - 1e-9)
+
+    def interrupted():
+        with accountant.planned(planned_draws(3), 1.0, DELTA):
+            accountant.record(by_mu(mu))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert accountant._plan is None
+    # What is left of the plan has to pass on its own: μ/√3 twice is too much for the filter, once is not.
+    accountant.record(by_mu(mu))
+    with pytest.raises(BudgetExceeded):
+        accountant.record(by_mu(mu))
+    assert len(accountant) == 2
+
+
+def test_a_plan_inside_a_plan_ends_both():
+    accountant = ExpMAccountant(budget=(1.0, DELTA))
+    mu = MU / math.sqrt(2) * (1 - 1e-9)
+    with accountant.planned(planned_draws(2), 1.0, DELTA):
+        with accountant.planned([[PlannedEvent(0.5)]], 0.5, 0.0):
+            accountant.record(release(0.5))
+        # The outer plan is not what the ledger holds any more.
+        with pytest.raises(BudgetExceeded):
+            accountant.record(by_mu(mu))
+    assert accountant._plan is None
+    assert accountant.get_epsilon(DELTA) <= 1.0
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([0.0, DELTA]),
+    st.lists(st.sampled_from(["next", "range", "mu", "step", "nested", "again"]), min_size=1, max_size=8),
+    st.integers(1, 4),
+)
+def test_whatever_happens_inside_a_plan_the_budget_is_kept(delta, actions, count):
+    """Planned charges, others, steps and further plans in any order."""
+    accountant = ExpMAccountant(budget=(1.0, delta))
+    share = [PlannedEvent(1.0 / count)] * count
+    plans = planned_draws(count) if delta else [share]
+    event = by_mu(plans[0][0].mu) if delta else release(1.0 / count)
+
+    def act(action):
+        if action == "next":
+            accountant.record(event)
+        elif action == "range":
+            accountant.record(release(0.3))
+        elif action == "mu":
+            accountant.record(by_mu(0.5 * MU))
+        elif action == "step":
+            accountant.step(noise_multiplier=20.0, sample_rate=0.01)
+        elif action == "nested":
+            with accountant.planned(plans, 1.0, delta):
+                accountant.record(event)
+        else:
+            accountant.check(event)
+
+    with accountant.planned(plans, 1.0, delta):
+        for action in actions:
+            with contextlib.suppress(BudgetExceeded):
+                act(action)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # could only make it less
+        assert accountant.get_epsilon(delta) <= 1.0 + 1e-8
+    with contextlib.suppress(BudgetExceeded):
+        act("next")
+    assert accountant._plan is None
+
+
+# --- Releases without a guarantee ------------------------------------------------------------------------------------
+
+
+def test_a_release_without_a_guarantee_has_no_epsilon():
+    accountant = ExpMAccountant()
+    accountant.record(release(0.5))
+    assert accountant.get_epsilon() == 0.5
+    accountant.record(release(0.5, bounds="paper"))
+    for delta in (0.0, 1e-5):
+        with pytest.raises(NoGuarantee, match="not differentially private, and no epsilon can be stated"):
+            accountant.get_epsilon(delta)
+        with pytest.raises(NoGuarantee):
+            accountant.get_epsilon(delta, return_method=True)
+    # Nor after it was saved, and nor when more is charged.
+    again = ExpMAccountant()
+    again.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    again.record(release(0.5))
+    with pytest.raises(NoGuarantee):
+        again.get_epsilon()
+    for bounds in ("given", "public", "bought"):
+        fine = ExpMAccountant()
+        fine.record(release(0.5, bounds=bounds))
+        assert fine.get_epsilon() == 0.5
+
+
+def test_a_budget_is_not_kept_without_a_guarantee(tmp_path):
+    """Neither a release with the private data's own bounds, nor anything after one, can be within a budget."""
+    accountant = ExpMAccountant(budget=(5.0, DELTA), ledger_path=tmp_path / "ledger")
+    for refused in (accountant.record, accountant.check):
+        with pytest.raises(NoGuarantee):
+            refused(release(0.5, bounds="paper"))
+    with accountant.planned([[PlannedEvent(0.5)]], 0.5, 0.0), pytest.raises(NoGuarantee):
+        accountant.record(release(0.5, bounds="paper"))
+    assert len(accountant) == 0
+    ExpMAccountant(ledger_path=tmp_path / "ledger").record(release(0.5, bounds="paper"))
+    for refused in (accountant.record, accountant.check):
+        with pytest.raises(NoGuarantee):
+            refused(release(0.5))
+    with pytest.raises(NoGuarantee):
+        accountant.step(noise_multiplier=10.0, sample_rate=0.01)
+    with pytest.raises(NoGuarantee):
+        accountant.remaining()
+    with pytest.raises(NoGuarantee), accountant.planned([[PlannedEvent(0.5)]], 0.5, 0.0):
+        pass
+    assert len(accountant) == 1
 
 
 # --- One ledger for Opacus and ExpM ----------------------------------------------------------------------------------

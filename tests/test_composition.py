@@ -256,6 +256,44 @@ def test_one_release_with_two_curves_costs_the_smaller(epsilon, mu, delta):
     assert found.epsilon == pytest.approx(smaller, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
+@pytest.mark.parametrize("epsilon", [500.0, 999.0, 1001.0, 5000.0, 1e5])
+def test_a_large_range_is_told_as_it_is(epsilon, delta):
+    """No curve may undercut that of the two-point laws, however far out."""
+    exact = curves.bounded_range_epsilon(epsilon, delta)
+    assert total_epsilon([Event(epsilon)], [], delta).epsilon >= exact * (1 - 1e-12)
+    assert total_epsilon(copies(2, epsilon), [], delta).epsilon > 1.5 * epsilon
+
+
+@pytest.mark.parametrize("mu", [1e-3, 1.0, 62.0, 64.0, 200.0])
+def test_without_a_range_the_gaussian_curve_decides(mu):
+    """A planned event may have no range; its μ must not be taken for less."""
+    for events in ([Event(math.inf, mu)], copies(4, math.inf, mu / 2)):
+        found = total_epsilon(events, [], 1e-5)
+        assert found.epsilon == pytest.approx(curves.gaussian_epsilon(mu, 1e-5), rel=1e-12)
+    assert total_epsilon([Event(math.inf, mu)], [], 0.0).epsilon == math.inf
+
+
+@settings(max_examples=100)
+@given(st.floats(1e-4, 8.0), st.integers(2, 40), st.floats(1e-9, 0.2))
+def test_by_mu_totals_cover_the_two_point_laws(epsilon, n, delta):
+    """n losses of ±ε/2, the law that the Gaussian curve touches: what they allow at √n·μ(ε) is at most δ."""
+    found = curves.gaussian_epsilon(math.sqrt(n) * curves.bounded_range_mu(epsilon), delta)
+    assert _symmetric_delta(epsilon, n, found) <= delta * (1 + 1e-9)
+    # With a μ that is a hundredth less, a single release would already be told apart too well somewhere.
+    low = 0.99 * curves.bounded_range_mu(epsilon)
+    levels = np.linspace(0.0, epsilon / 2, 200)[:-1]
+    assert any(_symmetric_delta(epsilon, 1, level) > curves.gaussian_delta(low, level) for level in levels)
+
+
+def _symmetric_delta(epsilon, n, level):
+    """δ at a level of n pairs of laws whose loss is ε/2 with probability p = 1/(1 + e^{−ε/2}), else −ε/2."""
+    up = np.arange(n + 1)
+    losses = (2 * up - n) * epsilon / 2
+    masses = binom.pmf(up, n, 1 / (1 + math.exp(-epsilon / 2)))
+    return float(masses @ -np.expm1(np.minimum(level - losses, 0.0)))
+
+
 def test_methods_are_named():
     assert total_epsilon([], [], 0.0) == composition.Total(0.0, "nothing released")
     assert total_epsilon([Event(2.0)], [], 0.0) == composition.Total(2.0, "pure")
@@ -647,6 +685,38 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
         assert not renyi[0].admits(renyi[1], [])
         assert gaussian[0].admits(gaussian[1], [])
         assert ranged[0].admits(ranged[1], [])
+
+
+def test_a_plan_is_judged_by_its_total_only_where_nothing_came_before():
+    budget, delta = Filter(1.0, 1e-5), 1e-5
+    whole = copies(3, math.inf, curves.gaussian_mu(1.0, delta) / math.sqrt(3) * (1 - 1e-12))
+    assert not budget.admits(whole, [])  # one by one δ is shared among the conditions
+    assert budget.admits_plan([], [], whole)
+    assert not budget.admits_plan([], [], [*whole, Event(1e-3)])
+    assert not budget.admits_plan([Event(1e-6)], [], whole)
+    assert not budget.admits_plan([], [(50.0, 0.01, 1)], whole)
+    # What the filter itself admits may come at any time.
+    assert Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(5, 0.1))
+    assert not Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(6, 0.1))
+
+
+@settings(max_examples=60)
+@given(
+    st.floats(0.3, 4.0),
+    st.sampled_from([0.0, 1e-8, 1e-5, 1e-3]),
+    st.lists(st.tuples(st.floats(0.01, 2.0), st.floats(0.01, 1.0)), min_size=1, max_size=5),
+    st.floats(1e-4, 0.5),
+)
+def test_a_plan_that_passes_is_within_the_budget_and_so_is_what_follows(epsilon, delta, planned, more):
+    budget, plan = Filter(epsilon, delta), [Event(*event) for event in planned]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # takes long, and is not needed
+        if not budget.admits_plan([], [], plan):
+            assert total_epsilon(plan, [], delta).epsilon > epsilon
+            return
+        assert total_epsilon(plan, [], delta).epsilon <= epsilon * (1 + 1e-12)
+        plan = next((p for n in range(20, 0, -1) if budget.admits(p := [*plan, *copies(n, more)], [])), plan)
+        assert total_epsilon(plan, [], delta).epsilon <= epsilon * (1 + 1e-12)
 
 
 def test_filter_limits_by_hand():

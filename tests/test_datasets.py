@@ -118,7 +118,7 @@ def server(monkeypatch):
 def test_a_download_is_kept_and_not_repeated(cache, server, compress):
     url, served = server
     name = "name.txt.gz" if compress else "name.txt"
-    content = gzip.compress(CONTENT) if compress else CONTENT
+    content = gzip.compress(CONTENT, mtime=0) if compress else CONTENT
     served[f"/{name}"] = content, len(content)
     file = File("kind/name.txt", (url + name,), DIGEST)
     path = datasets.find(file)
@@ -132,7 +132,7 @@ def test_a_download_is_kept_and_not_repeated(cache, server, compress):
 
 def test_a_digest_can_be_of_the_packed_file(cache, server):
     url, served = server
-    content = gzip.compress(CONTENT)
+    content = gzip.compress(CONTENT, mtime=0)
     served["/name.tar.gz"] = content, len(content)
     with pytest.raises(ValueError, match=f"SHA-256 must be {DIGEST}, got"):
         datasets.download(url + "name.tar.gz", cache / "name", DIGEST, packed=True)
@@ -145,8 +145,8 @@ def test_a_digest_can_be_of_the_packed_file(cache, server):
     [
         (b"thirteen bytes", 0, f"SHA-256 must be {DIGEST}, got {hashlib.sha256(b'thirteen bytes').hexdigest()}"),
         (CONTENT[:5], 7, "IncompleteRead(5 bytes read, 7 more expected)"),
-        (gzip.compress(CONTENT)[:-6], 0, "is no sound gzip file"),
-        (gzip.compress(CONTENT)[:-6], 6, "IncompleteRead"),
+        (gzip.compress(CONTENT, mtime=0)[:-6], 0, "is no sound gzip file"),
+        (gzip.compress(CONTENT, mtime=0)[:-6], 6, "IncompleteRead"),
         (b"", 0, "SHA-256 must be"),
     ],
 )
@@ -218,7 +218,7 @@ def write_mnist(directory, train=60, test=30, seed=0):
 @given(arrays.arrays(np.uint8, arrays.array_shapes(max_dims=4, min_side=0, max_side=4)), st.booleans())
 def test_idx_round_trip(tmp_path_factory, array, compress):
     content = idx(array)
-    path = put(tmp_path_factory.mktemp("idx") / "file", gzip.compress(content) if compress else content)
+    path = put(tmp_path_factory.mktemp("idx") / "file", gzip.compress(content, mtime=0) if compress else content)
     found = datasets.idx(path)
     assert found.dtype == np.uint8
     assert np.array_equal(found, array)
@@ -458,7 +458,7 @@ def test_physionet_files_that_do_not_belong_together(tmp_path):
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_table_of_ones_own(tmp_path, compress):
     text = '\ufeffheart rate, mortality ,"lactate"\r\n80,0,1.5\r\n\r\n 1e2 ,1.0,\r\n'.encode()
-    path = put(tmp_path / "stays.csv", gzip.compress(text) if compress else text)
+    path = put(tmp_path / "stays.csv", gzip.compress(text, mtime=0) if compress else text)
     table = datasets.table(path)
     assert table.columns == ("heart rate", "lactate")
     assert np.array_equal(table.features, [[80, 1.5], [100, math.nan]], equal_nan=True)

@@ -20,11 +20,12 @@ from opacus_expm.criteria import make_criterion
 from opacus_expm.functional import FunctionalRows
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
 from opacus_expm.model import Layout, working_copy
-from opacus_expm.projection import Projection, make_projection
+from opacus_expm.projection import Preconditioned, Projection, PublicCurvature, Subspace, make_projection
 from opacus_expm.sums import RowSource, clipped_sums, record_quadratics
 
 COUNT = 5
 KINDS = ("stiefel", "sparse", "full")
+PUBLIC_KINDS = ("public", "preconditioned", "preconditioned-full")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 SLOW_RULES = ("ignore:There is a performance drop", "ignore:An output with one or more elements was resized")
 
@@ -55,8 +56,18 @@ def some(inputs: Any, piece: slice) -> Any:
 
 def project(module: nn.Module, kind: str, dtype: torch.dtype = torch.float64) -> Projection:
     size = Layout.of(module).size
+    if kind in PUBLIC_KINDS:
+        return project_publicly(size, kind).build(size, torch.device("cpu"), dtype)
     dim = None if kind == "full" else min(7, size)
     return make_projection("stiefel" if kind == "full" else kind, size, dim, 1, device=torch.device("cpu"), dtype=dtype)
+
+
+def project_publicly(size: int, kind: str) -> Subspace:
+    """A subspace with public curvature of rank 4, of which the eigenvectors alone, 9 dimensions, or all are used."""
+    vectors = torch.linalg.qr(torch.randn(size, 4, generator=torch.Generator().manual_seed(2)).double())[0]
+    curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), vectors)
+    dims = {"public": 4, "preconditioned": min(9, size), "preconditioned-full": None}
+    return Subspace(kind.removesuffix("-full"), dims[kind], 1, curvature, damping=0.5)
 
 
 def row_source(gatherer: str, module: nn.Module, projection: Projection, inputs: Any) -> RowSource:
@@ -177,6 +188,51 @@ def test_gatherer_agrees_with_the_twin(case: Case, gatherer: str, dtype: torch.d
             assert sums.curvature is not None
             assert error(sums.gradient, g) < tolerance, label
             assert error(sums.curvature, s) < tolerance, label
+
+
+@pytest.mark.parametrize(("case", "gatherer"), served())
+def test_gatherer_agrees_with_the_twin_through_public_curvature(case: Case, gatherer: str) -> None:
+    module, inputs, loss = case.model(), case.batch(COUNT), case.losses[-1]
+    targets = targets_for(loss, COUNT, case.outputs)
+    criterion = make_criterion(LOSSES[loss], targets)
+    for kind in PUBLIC_KINDS:
+        source = row_source(gatherer, module, projection_of(case.name, torch.float64, kind)[0], inputs)
+        expected, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, kind)
+        found = record_quadratics(source, criterion, inputs, targets, curvature=True)
+        assert found.factors is not None
+        h = found.factors.transpose(1, 2) @ found.factors
+        assert error(found.gradients, torch.stack([r.g for r in expected])) < 1e-8, kind
+        assert error(h, torch.stack([r.h for r in expected])) < 1e-8, kind
+        g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
+        batches = in_two_batches(inputs, targets)
+        sums = clipped_sums(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
+        assert sums.curvature is not None
+        assert error(sums.gradient, g) < 1e-8, kind
+        assert error(sums.curvature, s) < 1e-8, kind
+        short = clipped_sums(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=0.0)
+        assert error(short.gradient, g) < 1e-8, kind
+
+
+@pytest.mark.parametrize("gatherer", ["hooks", "functorch"])
+def test_a_map_that_is_not_finished_is_noticed(gatherer: str) -> None:
+    # Without its last step a preconditioned map is the subspace alone.
+    case, loss, kind = CASE["mlp"], "ce", "preconditioned"
+    module, inputs, targets = case.model(), case.batch(COUNT), targets_for(loss, COUNT, case.outputs)
+    projection = projection_of(case.name, torch.float64, kind)[0]
+    assert isinstance(projection, Preconditioned)
+    source = row_source(gatherer, module, projection.base, inputs)
+    expected, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, kind)
+    sums = clipped_sums(
+        source,
+        make_criterion(LOSSES[loss], targets),
+        [(inputs, targets)],
+        max_grad_norm=max_grad_norm,
+        max_curvature=max_curvature,
+    )
+    assert sums.curvature is not None
+    g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
+    assert error(sums.gradient, g) > TOLERANCE[torch.float32]
+    assert error(sums.curvature, s) > TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("case", "gatherer"), served())

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,16 @@ from reference import dense
 from scipy import stats
 from torch import Tensor
 
-from opacus_expm.projection import FullSpace, Projection, Sparse, Stiefel, make_projection
+from opacus_expm.projection import (
+    FullSpace,
+    Preconditioned,
+    Projection,
+    PublicCurvature,
+    Sparse,
+    Stiefel,
+    Subspace,
+    make_projection,
+)
 
 CPU = torch.device("cpu")
 kinds = st.sampled_from(["stiefel", "sparse", "full"])
@@ -43,11 +53,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def projected(projection: Projection, rows: Tensor, cuts: list[int]) -> Tensor:
     """Aᵀ(rows), in blocks that end at the given places."""
-    out = torch.zeros(len(rows), projection.dim, dtype=rows.dtype)
+    out = torch.zeros(len(rows), projection.width, dtype=rows.dtype)
     edges = [0, *cuts, rows.shape[1]]
     for start, stop in pairwise(edges):
         projection.add_projected(out, rows[:, start:stop], start)
-    return out
+    return projection.finish(out)
 
 
 # ------------------------------------------------------------------------------------------------ one linear map
@@ -247,6 +257,226 @@ def test_stiefel_is_invariant_under_rotation() -> None:
     plain = [dense(make("stiefel", size, 2, seed)).numpy()[0, 1] for seed in range(count)]
     rotated = [(rotation @ dense(make("stiefel", size, 2, seed)).numpy())[0, 1] for seed in range(count, 2 * count)]
     assert stats.ks_2samp(plain, rotated).pvalue > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------- preconditioned
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A projection P seen through public curvature, and what it is made of."""
+
+    projection: Preconditioned
+    base: Projection
+    vectors: Tensor
+    eigenvalues: Tensor
+    damping: float
+
+    def dense(self) -> Tensor:
+        """(I − V diag(1 − (1 + h/h₀)^{−1/2}) Vᵀ)P, with p × p matrices."""
+        shrinkage = 1 - (1 + self.eigenvalues / self.damping) ** -0.5
+        identity = torch.eye(self.base.size, dtype=torch.float64)
+        return (identity - self.vectors @ torch.diag(shrinkage) @ self.vectors.T) @ dense(self.base)
+
+
+def orthonormal(size: int, rank: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(normal(size, rank, seed=seed))[0]
+
+
+@st.composite
+def preconditioned(draw: st.DrawFn) -> Seen:
+    """Any base, any rank, eigenvalues of any order (also 0), any damping."""
+    size, dim = draw(shapes())
+    base = make(draw(kinds), size, dim, draw(seeds))
+    rank = draw(st.integers(1, size))
+    vectors = orthonormal(size, rank, seed=draw(st.integers(0, 1000)))
+    orders = draw(st.lists(st.one_of(st.none(), st.floats(-6, 6)), min_size=rank, max_size=rank))
+    eigenvalues = torch.tensor([0.0 if o is None else 10.0**o for o in orders], dtype=torch.float64)
+    damping = 10.0 ** draw(st.floats(-3, 3))
+    return Seen(Preconditioned.build(base, vectors, eigenvalues, damping), base, vectors, eigenvalues, damping)
+
+
+@given(seen=preconditioned(), data=st.data())
+def test_preconditioned_is_the_dense_map_block_by_block(seen: Seen, data: st.DataObject) -> None:
+    projection, a = seen.projection, seen.dense()
+    assert (projection.kind, projection.size, projection.dim) == ("preconditioned", seen.base.size, seen.base.dim)
+    assert projection.seed == seen.base.seed
+    assert projection.width == projection.dim + len(seen.eigenvalues)
+    assert torch.allclose(dense(projection), a, rtol=0, atol=1e-12)  # lifting
+    cuts = sorted(data.draw(st.lists(st.integers(0, projection.size), max_size=5)))
+    v, xi = normal(4, projection.size, seed=1), normal(projection.dim, seed=2)
+    down = projected(projection, v, cuts)
+    assert torch.allclose(down, v @ a, rtol=0, atol=1e-12)
+    assert torch.allclose(down @ xi, v @ projection.lift(xi), rtol=0, atol=1e-11)
+
+
+@given(seen=preconditioned())
+def test_the_ball_is_a_trust_region_in_a_damped_newton_metric(seen: Seen) -> None:
+    """MMᵀ = (I + V diag(h) Vᵀ/h₀)⁻¹ in the full space: a step of length R in ξ costs at most R²h₀/2 in curvature."""
+    size = seen.base.size
+    full = Preconditioned.build(FullSpace(size), seen.vectors, seen.eigenvalues, seen.damping)
+    m, identity = dense(full), torch.eye(size, dtype=torch.float64)
+    metric = identity + seen.vectors @ torch.diag(seen.eigenvalues / seen.damping) @ seen.vectors.T
+    scale = 1 + float(seen.eigenvalues.max()) / seen.damping
+    assert torch.allclose(m @ m.T @ metric, identity, rtol=0, atol=1e-13 * scale)
+    # Along an eigenvector the map is (1 + h/h₀)^{−1/2}; a wrong exponent would be noticed.
+    along = (m @ seen.vectors * seen.vectors).sum(0)
+    assert torch.allclose(along, (1 + seen.eigenvalues / seen.damping) ** -0.5, rtol=1e-9, atol=1e-12)
+
+
+@given(seen=preconditioned(), data=st.data())
+def test_preconditioned_rows_of_a_table(seen: Seen, data: st.DataObject) -> None:
+    size = seen.base.size
+    width = data.draw(st.integers(1, size))
+    count = data.draw(st.integers(1, size // width))
+    start = data.draw(st.integers(0, size - count * width))
+    index = torch.randint(count, (3, 4), generator=torch.Generator().manual_seed(5))
+    values = normal(3, 4, width)
+    out = torch.zeros(3, seen.projection.width, dtype=torch.float64)
+    seen.projection.add_looked_up(out, values, index, count, start)
+    whole = torch.zeros(3, size, dtype=torch.float64)
+    for n in range(3):
+        for t in range(4):
+            at = start + int(index[n, t]) * width
+            whole[n, at : at + width] += values[n, t]
+    assert torch.allclose(seen.projection.finish(out), whole @ seen.dense(), rtol=0, atol=1e-12)
+
+
+def test_preconditioned_finishes_blocks_of_any_shape_and_adds_to_what_is_there() -> None:
+    seen_through = Preconditioned.build(
+        make("sparse", 12, 5), orthonormal(12, 3), torch.tensor([4.0, 2.0, 1.0]).double(), 0.5
+    )
+    first, second = normal(2, 12, seed=1), normal(2, 12, seed=2)
+    block = torch.zeros(3, 2, seen_through.width, dtype=torch.float64)
+    for rows in (first, second):
+        seen_through.add_projected(block[1], rows, 0)
+    finished = seen_through.finish(block)
+    assert finished.shape == (3, 2, 5)
+    assert torch.allclose(finished[1], (first + second) @ dense(seen_through), rtol=0, atol=1e-12)
+    assert not finished[[0, 2]].any()
+
+
+def test_columns_that_are_not_orthonormal_are_meant() -> None:
+    a = dense(Preconditioned.build(FullSpace(6), orthonormal(6, 2), torch.tensor([8.0, 3.0]).double(), 1.0))
+    lengths = torch.tensor([1, 1, 1, 1, 1 / 2, 1 / 3], dtype=torch.float64)
+    assert torch.allclose(torch.linalg.svdvals(a), lengths, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- public curvature
+
+
+def low_rank_with_decay(rows: int, size: int, rank: int, seed: int = 0) -> Tensor:
+    """B whose leading singular values are 2⁰, 2⁻¹, … and whose rest is a thousandth of the last of them."""
+    singular = torch.cat([2.0 ** -torch.arange(rank), torch.full((min(rows, size) - rank,), 2.0**-rank / 1000)])
+    left, right = orthonormal(rows, len(singular), seed), orthonormal(size, len(singular), seed + 1)
+    return left @ torch.diag(singular.double()) @ right.T
+
+
+@pytest.mark.parametrize(("rows", "size"), [(60, 200), (200, 60), (70, 70)])
+def test_public_curvature_has_the_leading_eigenpairs(rows: int, size: int) -> None:
+    records, rank = 17, 8
+    b = low_rank_with_decay(rows, size, rank)
+    found = PublicCurvature.of_rows(b, records, rank, seed=0)
+    values, vectors = torch.linalg.eigh(b.T @ b / records)
+    values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    assert found.eigenvalues.shape == (rank,)
+    assert found.vectors.shape == (size, rank)
+    assert torch.allclose(found.eigenvalues, values, rtol=1e-8, atol=0)
+    assert torch.allclose((found.vectors * vectors).sum(0).abs(), torch.ones(rank).double(), rtol=0, atol=1e-8)
+    assert torch.allclose(found.vectors.T @ found.vectors, torch.eye(rank).double(), rtol=0, atol=1e-10)
+    # Per record: the same rows of half as many records have twice the curvature.
+    assert torch.equal(PublicCurvature.of_rows(b, 34, rank, seed=0).eigenvalues, found.eigenvalues / 2)
+
+
+def test_public_curvature_of_a_slowly_falling_spectrum() -> None:
+    """The leading half is within a part in a thousand where nothing but oversampling helps."""
+    b = orthonormal(150, 120) @ torch.diag(1 / torch.arange(1, 121).double()) @ orthonormal(400, 120, 1).T
+    found = PublicCurvature.of_rows(b, 1, 40, seed=3)
+    exact = 1 / torch.arange(1, 41).double() ** 2
+    assert torch.allclose(found.eigenvalues[:20], exact[:20], rtol=1e-3, atol=0)
+    assert bool((found.eigenvalues <= exact * (1 + 1e-12)).all())  # never too large: a projection of the matrix
+
+
+@pytest.mark.parametrize(("rows", "size"), [(3, 50), (50, 3)])
+def test_no_more_eigenpairs_than_rows_or_parameters(rows: int, size: int) -> None:
+    found = PublicCurvature.of_rows(normal(rows, size), 3, 400, seed=0)
+    assert found.vectors.shape == (size, 3)
+    dense_matrix = normal(rows, size).T @ normal(rows, size) / 3
+    rebuilt = found.vectors @ torch.diag(found.eigenvalues) @ found.vectors.T
+    assert torch.allclose(rebuilt, dense_matrix, rtol=0, atol=1e-12)
+
+
+def test_public_curvature_leaves_the_global_generator_alone() -> None:
+    b, states = low_rank_with_decay(60, 90, 8), []
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append(PublicCurvature.of_rows(b, 5, 8, seed=0))
+        assert torch.equal(torch.get_rng_state(), before)
+        states.append(before)
+    assert not torch.equal(*states)
+    assert torch.equal(found[0].vectors, found[1].vectors)  # nor does it depend on it
+
+
+# ------------------------------------------------------------------------------------------------------ subspaces
+
+CURVATURE = PublicCurvature(torch.tensor([8.0, 4.0, 2.0, 1.0]).double(), orthonormal(20, 4))
+
+
+def build(subspace: Subspace, dtype: torch.dtype = torch.float64) -> Projection:
+    return subspace.build(20, CPU, dtype)
+
+
+@pytest.mark.parametrize("kind", ["stiefel", "sparse"])
+@pytest.mark.parametrize("dim", [6, None])
+def test_subspaces_without_curvature_are_the_random_ones(kind: str, dim: int | None) -> None:
+    found = build(Subspace(kind, dim, 5))
+    assert torch.equal(dense(found), dense(make(kind if dim else "full", 20, 6, 5)))
+
+
+def test_public_subspaces_are_the_leading_eigenvectors() -> None:
+    found = build(Subspace("public", 3, 5, CURVATURE))
+    assert (found.kind, found.seed, found.size, found.dim) == ("public", None, 20, 3)
+    assert torch.equal(dense(found), CURVATURE.vectors[:, :3])
+
+
+@pytest.mark.parametrize(("dim", "base"), [(None, "full"), (3, "public"), (4, "public"), (5, "sparse"), (20, "sparse")])
+def test_preconditioned_subspaces(dim: int | None, base: str) -> None:
+    """The full space; the leading eigenvectors; beyond them a sparse subspace. h₀ is the least eigenvalue by default."""
+    found = build(Subspace("preconditioned", dim, 5, CURVATURE))
+    assert isinstance(found, Preconditioned)
+    assert (found.kind, found.base.kind, found.seed) == ("preconditioned", base, 5 if base == "sparse" else None)
+    p = dense(found.base)
+    if base == "public":
+        assert torch.equal(p, CURVATURE.vectors[:, :dim])
+    if base == "sparse":
+        assert torch.equal(p, dense(make("sparse", 20, dim or 0, 5)))
+    for damping, h0 in ((None, 1.0), (0.25, 0.25)):
+        found = build(Subspace("preconditioned", dim, 5, CURVATURE, damping))
+        shrinkage = torch.diag(1 - (1 + CURVATURE.eigenvalues / h0) ** -0.5)
+        expected = p - CURVATURE.vectors @ shrinkage @ CURVATURE.vectors.T @ p
+        assert torch.allclose(dense(found), expected, rtol=0, atol=1e-12)
+
+
+def test_subspaces_are_made_in_the_type_that_is_asked_for() -> None:
+    for kind in ("public", "preconditioned"):
+        wide, narrow = (build(Subspace(kind, 3, 5, CURVATURE), dtype) for dtype in (torch.float64, torch.float32))
+        assert narrow.lift(normal(3)).dtype == torch.float32
+        assert torch.allclose(dense(narrow), dense(wide), rtol=0, atol=1e-6)
+
+
+def test_subspaces_that_cannot_be_made_are_refused() -> None:
+    with pytest.raises(ValueError, match="proj_dim must be a number with projection='public'"):
+        build(Subspace("public", None, 0, CURVATURE))
+    with pytest.raises(ValueError, match=r"proj_dim=5 asks for more eigenvectors than public_loader's records have, 4"):
+        build(Subspace("public", 5, 0, CURVATURE))
+    with pytest.raises(ValueError, match="proj_dim must be at most the number of trainable parameters, 20, got 21"):
+        build(Subspace("preconditioned", 21, 0, CURVATURE))
+    flat = PublicCurvature(torch.tensor([1.0, 0.0]).double(), orthonormal(20, 2))
+    with pytest.raises(ValueError, match="damping must be given: the curvature of public_loader has rank below"):
+        build(Subspace("preconditioned", 5, 0, flat))
+    assert build(Subspace("preconditioned", 5, 0, flat, damping=0.5)).dim == 5
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

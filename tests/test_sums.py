@@ -22,7 +22,14 @@ from opacus_expm.functional import FunctionalRows
 from opacus_expm.grad_sample import hooks_for
 from opacus_expm.model import Layout, working_copy
 from opacus_expm.projection import Stiefel, make_projection
-from opacus_expm.sums import ClippedSums, RecordQuadratics, Sensitivity, clipped_sums
+from opacus_expm.sums import (
+    ClippedAdder,
+    ClippedSums,
+    RecordQuadratics,
+    Sensitivity,
+    clipped_sums,
+    utility_width,
+)
 
 CPU = torch.device("cpu")
 FEATURES = 4
@@ -76,7 +83,9 @@ def make_data(case, dtype, n, seed, scale=1.0):
     return x.to(dtype), y
 
 
-def one_pass(source, criterion, x, y, *, batch_size=4, physical=None, max_grad_norm=C_G, max_curvature=C_H):
+def one_pass(
+    source, criterion, x, y, *, batch_size=4, physical=None, max_grad_norm=C_G, max_curvature=C_H, joint_radius=None
+):
     """Clipped sums over a loader, through the same batching as the engine's."""
     stream = data.batches(
         DataLoader(TensorDataset(x, y), batch_size=batch_size),
@@ -85,7 +94,14 @@ def one_pass(source, criterion, x, y, *, batch_size=4, physical=None, max_grad_n
         max_physical_batch_size=physical,
         progress=False,
     )
-    return clipped_sums(source, criterion, stream, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
+    return clipped_sums(
+        source,
+        criterion,
+        stream,
+        max_grad_norm=max_grad_norm,
+        max_curvature=max_curvature,
+        joint_radius=joint_radius,
+    )
 
 
 def check_one_record(larger, smaller, dtype, max_grad_norm=C_G, max_curvature=C_H):
@@ -560,6 +576,184 @@ def test_lipschitz_constant_bounds_every_slope(adjacency):
             slope += sign * (g + bounds.max_curvature * h / np.linalg.norm(h, 2) @ xi * (sign > 0))
         worst = max(worst, float(np.linalg.norm(slope)))
     assert 0.99 * bounds.lipschitz(R) < worst <= bounds.lipschitz(R) * (1 + 1e-12)
+
+
+# --- Joint clipping --------------------------------------------------------------------------------------------------
+
+
+def _records(gradients, factors, *, parallel=False):
+    """A batch of records as a pass makes them, from g (B, k) and B (B, q, k)."""
+    return sums._finite_only(torch.as_tensor(gradients), torch.as_tensor(factors), parallel=parallel)
+
+
+def _jointly_clipped(g, b, bound, radius, *, parallel=False):
+    """One record's g and H as they enter the sums."""
+    adder = ClippedAdder(bound, 4 * bound / radius, radius)
+    adder.add(_records(g[None], b[None], parallel=parallel))
+    found = adder.result()
+    return found.gradient.numpy(), found.curvature.numpy()
+
+
+def _utility(points, g, h):
+    """u(ξ) = −ξᵀg − ½ξᵀHξ of one record at rows ξ."""
+    return -points @ g - 0.5 * np.einsum("ni,ij,nj->n", points, h, points)
+
+
+def _ball(random, count, dim, radius):
+    """Points of the ball, half of them on the sphere."""
+    points = random.standard_normal((count, dim))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    points[: count // 2] *= random.uniform(0, 1, (count // 2, 1)) ** (1 / dim)
+    return radius * points
+
+
+RECORD = st.tuples(
+    st.integers(1, 4),  # k
+    st.integers(1, 3),  # rows of B
+    st.floats(-8, 8),  # the gradient's order of magnitude
+    st.floats(-8, 8),  # that of B
+    st.integers(0, 2**32 - 1),
+)
+SCALES = st.floats(1e-3, 1e3)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(RECORD, SCALES, SCALES, st.booleans())
+def test_a_jointly_clipped_record_moves_the_utility_by_its_bound(record, bound, radius, parallel):
+    """max u − min u ≤ 2RC_g over the ball, whatever the record; and its slope is at most 4C_g."""
+    k, rows, order_g, order_b, seed = record
+    random = np.random.default_rng(seed)
+    if parallel:
+        b = 10.0**order_b * random.standard_normal((1, k))
+        g = 10.0**order_g * random.standard_normal() * b[0] / np.linalg.norm(b)
+    else:
+        g, b = 10.0**order_g * random.standard_normal(k), 10.0**order_b * random.standard_normal((rows, k))
+    g, h = _jointly_clipped(g, b, bound, radius, parallel=parallel)
+    values, vectors = np.linalg.eigh(h)
+    assert values[0] >= -1e-12 * max(values[-1], 1e-300)
+    # Besides points at random those at which g and the eigenvectors are steepest.
+    steep = np.concatenate([vectors.T, [g / max(np.linalg.norm(g), 1e-300)]]) * radius
+    points = np.concatenate([_ball(random, 2000, k, radius), steep, -steep, np.zeros((1, k))])
+    utility = _utility(points, g, h)
+    assert np.ptp(utility) <= 2 * radius * bound * (1 + 1e-9)
+    slopes = np.linalg.norm(g + points @ h, axis=1)
+    assert slopes.max() <= 4 * bound * (1 + 1e-9)
+    assert np.linalg.norm(h, 2) <= 4 * bound / radius * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1e6])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0, 2.0, 5.0, 100.0])
+def test_joint_clipping_reaches_its_bound(ratio, scale):
+    """The record and the two points between which the utility changes most: W is 2RC_g, unless it was less before."""
+    c_h = ratio * G / R
+    x = ratio / (1 + math.sqrt(1 + 2 * ratio**2))
+    d, s = 2 * R * math.sqrt(1 - x * x) * np.array([1.0, 0.0]), 2 * R * x * np.array([0.0, 1.0])
+    v = np.array([[1.0, -1.0]]) / math.sqrt(2)
+    raw = float(utility_width(*torch.tensor([G, c_h], dtype=torch.float64), R, parallel=False))
+    factor = scale * 2 * R * G / raw  # 1: just within the bound
+    g, h = _jointly_clipped(-factor * G * np.array([1.0, 0.0]), math.sqrt(factor * c_h) * v, G, R)
+    best, worst = (s + d) / 2, (s - d) / 2
+    gain = np.subtract(*_utility(np.stack([best, worst]), g, h))
+    assert gain == pytest.approx(2 * R * G * min(1.0, scale), rel=1e-9)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 3.0, 100.0])
+def test_joint_clipping_reaches_its_bound_where_only_one_row_matters(ratio):
+    direction = np.array([0.6, -0.8])
+    b = math.sqrt(1e3 * ratio * G / R) * direction[None]
+    g, h = _jointly_clipped(1e3 * G * direction, b, G, R, parallel=True)
+    line = np.linspace(-R, R, 200_001)[:, None] * direction
+    assert np.ptp(_utility(line, g, h)) == pytest.approx(2 * R * G, rel=1e-8)
+    # The general width would have clipped harder than needed.
+    if ratio > 0:
+        tighter = _jointly_clipped(1e3 * G * direction, b, G, R)[0]
+        assert np.linalg.norm(tighter) < np.linalg.norm(g) * (1 - 1e-3)
+
+
+def test_the_slope_after_joint_clipping_has_no_smaller_bound():
+    """Largest for a record without gradient; 3.5C_g would be too little, 4C_g never is."""
+    steepest = []
+    for ratio in [0.0, *np.logspace(-3, 6, 200)]:
+        for general in (True, False):
+            b = np.array([[math.sqrt(1e3 * ratio), 0.0]])
+            g, h = _jointly_clipped(1e3 * np.array([1.0, 0.0]), b, G, R, parallel=not general)
+            steepest.append(np.linalg.norm(g) + R * np.linalg.norm(h, 2))
+    bounds = Sensitivity(G, 4 * G / R, False, "add_remove", joint_radius=R)
+    assert bounds.lipschitz(R) == 4 * G
+    assert max(steepest) <= bounds.lipschitz(R) * (1 + 1e-12)
+    assert max(steepest) > 3.999 * G
+    assert sum(slope > 3.5 * G for slope in steepest) > 20
+    g, h = _jointly_clipped(np.zeros(2), np.array([[1e3, 0.0]]), G, R)
+    assert np.linalg.norm(h @ np.array([R, 0.0])) == pytest.approx(4 * G, rel=1e-12)
+
+
+def test_joint_sensitivity():
+    once, twice = (Sensitivity(G, 4 * G / R, False, adjacency, joint_radius=R) for adjacency in sums.ADJACENCIES)
+    assert (once.width(R), twice.width(R)) == (2 * R * G, 4 * R * G)
+    assert (once.lipschitz(R), twice.lipschitz(R)) == (4 * G, 8 * G)
+    for bounds in (once, twice):
+        for measure in (bounds.width, bounds.lipschitz):
+            with pytest.raises(
+                ValueError, match=rf"radius=0\.6 is not the {R} for which these statistics were clipped"
+            ):
+                measure(0.6)
+    # Separate bounds as large would be wider by far.
+    assert Sensitivity(G, 4 * G / R, False, "add_remove").width(R) > 1.5 * once.width(R)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(drawn=neighbours())
+def test_one_record_moves_jointly_clipped_sums_by_one_records_worth(case, drawn):
+    """Through the network: the change of the sums is a record's quadratic no wider than 2RC_g."""
+    dtype, criterion = torch.float64, CASES[case][1]
+    x, y = make_data(case, dtype, drawn["n"], drawn["seed"], drawn["scale"])
+    contents = CLASSES if case == "mlp-ce" else TARGETS
+    x, y = plant(x, y, drawn["position"], drawn["input"], contents[drawn["target"] % len(contents)])
+    kept = torch.arange(drawn["n"]) != drawn["position"]
+    options = {"batch_size": drawn["batch_size"], "physical": drawn["physical"], "joint_radius": R}
+    options |= {"max_curvature": 4 * C_G / R}
+    larger = one_pass(rows_of(case, dtype), criterion, x, y, **options)
+    smaller = one_pass(rows_of(case, dtype), criterion, x[kept], y[kept], **options)
+    assert larger.joint_radius == R
+    change_g, change_h = (larger.gradient - smaller.gradient).numpy(), (larger.curvature - smaller.curvature).numpy()
+    points = _ball(np.random.default_rng(drawn["seed"]), 2000, 5, R)
+    assert np.ptp(_utility(points, change_g, change_h)) <= 2 * R * C_G * (1 + SLACK)
+    assert np.linalg.norm(change_g + points @ change_h, axis=1).max() <= 4 * C_G * (1 + SLACK)
+    assert np.linalg.eigvalsh(change_h)[0] >= -1e-9 * 4 * C_G / R
+
+
+def test_joint_clipping_that_forgets_the_curvature_is_noticed(monkeypatch):
+    """Scaling by the gradient alone leaves records whose curvature moves the utility further."""
+    monkeypatch.setattr(RecordQuadratics, "joint_norms", lambda self, radius: self.gradient_norms)
+    g, h = _jointly_clipped(np.array([1e-3, 0.0]), np.array([[0.0, 1e3]]), G, R)
+    points = _ball(np.random.default_rng(0), 2000, 2, R)
+    assert np.ptp(_utility(points, g, h)) > 2 * R * G
+
+
+def test_records_within_the_joint_bound_are_not_changed():
+    x, y = make_data("mlp-ce", torch.float64, 7, seed=4)
+    source = rows_of("mlp-ce", torch.float64)
+    plain = one_pass(source, CrossEntropy(), x, y, max_grad_norm=1e6, max_curvature=1e6)
+    joint = one_pass(source, CrossEntropy(), x, y, max_grad_norm=1e6, max_curvature=1e6, joint_radius=R)
+    assert torch.equal(joint.gradient, plain.gradient)
+    assert torch.equal(joint.curvature, plain.curvature)
+
+
+def test_the_rank_of_one_records_curvature_is_public():
+    """At most the number of outputs, and k; none without curvature."""
+    for case, dim, rank in (("linear-mse", 5, 2), ("mlp-ce", 5, 3), ("mlp-bce", 5, 1), ("mlp-ce", 1, 1)):
+        x, y = make_data(case, torch.float64, 9, seed=1)
+        source = rows_of(case, torch.float64, dim=dim)
+        found = one_pass(source, CASES[case][1], x, y)
+        assert found.rank == rank
+        assert int(torch.linalg.matrix_rank(one_pass(source, CASES[case][1], x[:1], y[:1]).curvature)) <= rank
+        # Whatever the records hold.
+        assert one_pass(source, CASES[case][1], torch.full_like(x, math.nan), y).rank == rank
+        assert one_pass(source, CASES[case][1], x, y, max_curvature=0.0).rank == 0
+
+
+# --- Shapes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
