@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, Purchase, Release, bounds, composition
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, NoGuarantee, Purchase, Release, bounds, composition
 from opacus_expm import statistics as statistics_module
 from opacus_expm.bounds import (
     GRID,
@@ -345,3 +346,153 @@ def test_what_follows_from_bought_bounds_lowers_no_total(delta, regularization):
     engine = ExpMQuadEngine()
     engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, max_grad_norm=1.0, max_curvature=1.0, **options)
     assert math.isfinite(engine.accountant.releases[-1].mu) is (regularization is None)
+
+
+# --- the source paper's bounds, which are not private -----------------------------------------------------------------
+
+NOT_PRIVATE = "bounds='paper' reads the clipping bounds off the private data: the release is NOT differentially private"
+
+
+def _outputs_task(outputs, loss, n=60):
+    """A small network in float64, and its records, one of which is far out."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    x[17] *= 6
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    if loss == "ce":
+        y = torch.randint(outputs, (n,), generator=generator)
+    elif loss == "bce":
+        y = torch.randint(2, (n, outputs), generator=generator).double()
+    else:
+        y = 3 * torch.randn(n, outputs, generator=generator, dtype=torch.float64)
+    return model, TensorDataset(x, y)
+
+
+def _read_off(model, dataset):
+    """Largest spectral norm of a record's full Jacobian, and largest residual, one record at a time."""
+    x, y = dataset.tensors
+    passed = reference.output_and_jacobian_of_each(model, x, len(x))
+    jacobian = max(float(torch.linalg.matrix_norm(j, 2)) for _, j in passed)
+    residual = max(float((f - t).norm()) for (f, _), t in zip(passed, y, strict=True)) if y.dim() == 2 else None
+    return jacobian, residual
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize(("loss", "outputs"), [("mse", 1), ("mse", 3), ("ce", 2), ("ce", 4)])
+def test_the_papers_bounds_are_its_formulas(loss, outputs, mode):
+    """ḡ and H̄ from the largest Jacobian and residual in the full space, each times 1.1, whatever the subspace."""
+    model, dataset = _outputs_task(outputs, loss)
+    jacobian, residual = _read_off(model, dataset)
+    j = 1.1 * jacobian
+    expected = (
+        (math.sqrt(2) * j, j * j / 2) if loss == "ce" else (2 * j * 1.1 * residual / outputs, 2 * j * j / outputs)
+    )
+    criterion = nn.CrossEntropyLoss() if loss == "ce" else nn.MSELoss()
+    for dim in (2, None):
+        with pytest.warns(UserWarning, match=NOT_PRIVATE):
+            found = ExpMQuadEngine().gather(
+                model, _loader(dataset), dim, criterion=criterion, bounds="paper", grad_sample_mode=mode
+            )
+        assert (found.sums.max_grad_norm, found.sums.max_curvature) == pytest.approx(expected, rel=1e-9)
+        assert found.bounds == "paper"
+    # They bound every record's projected gradient and curvature, so that nothing is clipped.
+    plain = ExpMQuadEngine().gather(
+        model, _loader(dataset), None, criterion=criterion, max_grad_norm=1e9, max_curvature=1e9
+    )
+    torch.testing.assert_close(found.sums.gradient, plain.sums.gradient, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.sums.curvature, plain.sums.curvature, rtol=1e-9, atol=1e-9)
+
+
+def test_the_papers_bounds_follow_a_single_record():
+    """Why they are not private: the record that is far out moves them."""
+    model, dataset = _outputs_task(1, "mse")
+    x, y = dataset.tensors
+    kept = torch.arange(len(x)) != 17
+    found = []
+    for data in (dataset, TensorDataset(x[kept], y[kept])):
+        with pytest.warns(UserWarning, match="NOT differentially private"):
+            statistics = ExpMQuadEngine().gather(model, _loader(data), 2, criterion=nn.MSELoss(), bounds="paper")
+        found.append(statistics.sums.max_curvature)
+    assert found[0] > 1.1 * found[1]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_papers_bounds_give_no_guarantee(rounds, tmp_path):
+    """A warning, a release, and no ε from then on: not here, not after a checkpoint, not from the ledger's file."""
+    model, dataset = _outputs_task(1, "mse")
+    path = tmp_path / "ledger.jsonl"
+    engine = ExpMQuadEngine(ledger_path=path)
+    options = {"criterion": nn.MSELoss(), "bounds": "paper", "rounds": rounds}
+    with pytest.warns(UserWarning, match=NOT_PRIVATE) as said:
+        private = engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 4, **options)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert [type(event) for event in engine.accountant.releases] == [Release] * rounds  # nothing was bought
+    assert {event.bounds for event in engine.accountant.releases} == {"paper"}
+    assert not torch.equal(private[0].weight, model[0].weight)
+    engine.save_checkpoint(path=tmp_path / "checkpoint.pt", module=private)
+    loaded = ExpMQuadEngine()
+    loaded.load_checkpoint(path=tmp_path / "checkpoint.pt", module=model)
+    for used in (engine, loaded, ExpMQuadEngine(ledger_path=path)):
+        for delta in (0.0, 1e-5):
+            for ask in (used.get_epsilon, used.accountant.get_epsilon):
+                with pytest.raises(NoGuarantee, match="no epsilon can be stated for this ledger"):
+                    ask(delta)
+    # Nor does a private release afterwards make it good.
+    loaded.make_private_expm(
+        model, _loader(dataset), 1.0, 0.3, 4, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0
+    )
+    with pytest.raises(NoGuarantee):
+        loaded.get_epsilon()
+
+
+def test_simulation_with_the_papers_bounds_charges_nothing():
+    """The paper's figures: statistics may be gathered and draws simulated; the ledger stays empty."""
+    model, dataset = _outputs_task(1, "mse")
+    engine = ExpMQuadEngine()
+    with pytest.warns(UserWarning, match=NOT_PRIVATE):
+        statistics = engine.gather(model, _loader(dataset), 2, criterion=nn.MSELoss(), bounds="paper")
+    with pytest.warns(UserWarning, match="NOT releases"):
+        values = engine.simulate(statistics, 1.0, 0.3, lambda module: 1.0, draws=3, calibration="paper")
+    assert values.tolist() == [1.0] * 3
+    assert engine.get_epsilon() == 0.0
+    engine.release(statistics, 1.0, 0.3)
+    with pytest.raises(NoGuarantee):
+        engine.get_epsilon()
+
+
+def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
+    model, dataset = _outputs_task(1, "mse")
+    options = {"criterion": nn.MSELoss(), "bounds": "paper"}
+    engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "ledger")
+    for call in (
+        lambda: engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **options),
+        lambda: engine.gather(model, _loader(Untouchable()), 4, **options),
+    ):
+        with pytest.raises(ValueError, match="bounds='paper' is not private and cannot be charged to a budget"):
+            call()
+    assert len(engine.accountant) == 0
+    # Statistics of an engine without a budget cannot be released by one that has a budget either.
+    other = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    with pytest.warns(UserWarning, match=NOT_PRIVATE):
+        statistics = other.gather(model, _loader(dataset), 4, **options)
+    with pytest.raises(NoGuarantee):
+        engine.release(statistics, 0.5, 0.3)
+    assert len(engine.accountant) == 0
+    # And once such a release is in the ledger, no budget can be kept.
+    other.release(statistics, 0.5, 0.3)
+    given = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
+    with pytest.raises(NoGuarantee):
+        engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **given)
+    assert len(engine.accountant) == 1
+
+
+def test_the_papers_bounds_are_defined_for_two_losses():
+    model, dataset = _outputs_task(1, "bce")
+    engine = ExpMQuadEngine()
+    message = "bounds='paper' is defined for cross-entropy and mean squared error, not for BinaryCrossEntropy"
+    with pytest.warns(UserWarning, match=NOT_PRIVATE), pytest.raises(ValueError, match=message):
+        engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 4, criterion=nn.BCEWithLogitsLoss(), bounds="paper")
+    assert len(engine.accountant) == 0

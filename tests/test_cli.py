@@ -190,3 +190,23 @@ def test_epsilon_refuses_what_is_no_ledger(tmp_path, capsys, content):
     assert path.exists() == (content is not None)
     if content is not None:
         assert path.read_text() == content
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--delta", "1e-5"]])
+def test_epsilon_states_nothing_for_bounds_that_were_read_off_the_private_data(tmp_path, capsys, options):
+    """A message and a status, neither a number nor a traceback; what a ledger held before does not help."""
+    path = tmp_path / "ledger.jsonl"
+    engine = _ledger(path)
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5)
+    with pytest.warns(UserWarning, match="NOT differentially private"):
+        engine.make_private_expm(
+            torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, criterion=torch.nn.MSELoss(), bounds="paper"
+        )
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["epsilon", str(path), *options])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "not differentially private, and no epsilon can be stated for this ledger" in captured.err
+    assert "Traceback" not in captured.err

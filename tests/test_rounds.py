@@ -1,0 +1,500 @@
+"""Several rounds through the engine: the same as one after the other by hand, the budget split in advance, no leaks."""
+
+import copy
+import dataclasses
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Purchase, Release, composition, curves
+
+FEATURES, RECORDS, DIM = 3, 40, 4
+GIVEN = {"max_grad_norm": 1.0, "max_curvature": 0.5}
+OPTIONS = {"criterion": nn.MSELoss(), "projection_seed": 7}
+
+
+def make_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def make_tensors(seed=0, records=RECORDS):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(records, FEATURES, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True) + 0.1 * torch.randn(records, 1, generator=generator, dtype=torch.float64)
+
+
+def make_loader(seed=0):
+    return DataLoader(TensorDataset(*make_tensors(seed)), batch_size=16)
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def draws(engine):
+    return [event for event in engine.accountant.releases if isinstance(event, Release)]
+
+
+def closed_total(events, delta):
+    """The total without numerical composition, which would only make it less."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)
+        return composition.total_epsilon(events, [], delta).epsilon
+
+
+# --- The same as by hand ---------------------------------------------------------------------------------------------
+
+
+def by_hand(epsilon, radii, *, fresh_subspace=True, go_on=True, delta=0.0, **options):
+    """Gather, release, gather at the release, release, …: the results of all rounds."""
+    engine, random, module, found = ExpMQuadEngine(), np.random.default_rng(5), make_model(), []
+    for number, radius in enumerate(radii):
+        gathering = {
+            key: options[key] for key in ("clipping", "projection", "max_grad_norm", "max_curvature") if key in options
+        }
+        statistics = engine.gather(
+            module,
+            make_loader(),
+            DIM,
+            criterion=nn.MSELoss(),
+            projection_seed=7 + number if fresh_subspace else 7,
+            radius=radius,
+            **gathering,
+        )
+        released = engine.release(
+            statistics,
+            epsilon,
+            radius,
+            delta=delta,
+            regularization=options.get("regularization"),
+            noise_generator=random,
+        )
+        found.append(released)
+        module = released if go_on else module
+    return found
+
+
+def in_one_call(epsilon, radii, **options):
+    engine = ExpMQuadEngine()
+    found = engine.make_private_expm(
+        make_model(),
+        make_loader(),
+        epsilon,
+        radii,
+        DIM,
+        rounds=len(radii) if isinstance(radii, list) else 3,
+        noise_generator=np.random.default_rng(5),
+        **OPTIONS | options,
+    )
+    return found, engine
+
+
+@pytest.mark.parametrize("epsilon", [3.0, 3e9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        GIVEN,
+        {"max_grad_norm": 1.0, "max_curvature": 0.0},
+        GIVEN | {"regularization": 0.0},
+        GIVEN | {"projection": "sparse"},
+        {"max_grad_norm": 1.0, "clipping": "joint"},
+    ],
+    ids=["default", "gradient", "no ridge", "sparse", "joint"],
+)
+def test_rounds_are_what_gather_and_release_make_one_after_the_other(epsilon, options):
+    """Bit by bit: each from the last release, on a fresh subspace, with its own radius and a third of ε."""
+    radii = [0.5, 0.3, 0.1]
+    found, engine = in_one_call(epsilon, radii, **options)
+    assert torch.equal(flat(found), flat(by_hand(epsilon / 3, radii, **options)[-1]))
+    # The comparison can tell: one subspace for all, every round from the start, or the radii in another order.
+    for wrong in (
+        by_hand(epsilon / 3, radii, fresh_subspace=False, **options),
+        by_hand(epsilon / 3, radii, go_on=False, **options),
+        by_hand(epsilon / 3, radii[::-1], **options),
+    ):
+        assert float((flat(found) - flat(wrong[-1])).norm()) > 1e-3
+    assert engine.get_epsilon() == pytest.approx(epsilon, rel=1e-15)
+
+
+def test_gaussian_rounds_are_those_of_the_smaller_budget():
+    """μ/√T each: as a release whose (ε′, δ) has that μ."""
+    options = GIVEN | {"regularization": 50.0}
+    delta, radii = 1e-5, [0.5, 0.3, 0.1]
+    smaller = curves.gaussian_epsilon(curves.gaussian_mu(1.0, delta) / math.sqrt(3), delta)
+    found, engine = in_one_call(1.0, radii, delta=delta, **options)
+    assert [r.calibration for r in draws(engine)] == ["gaussian"] * 3
+    expected = by_hand(smaller, radii, delta=delta, **options)[-1]
+    torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=1e-7)
+    third = by_hand(1.0 / 3, radii, delta=delta, **options)[-1]
+    assert float((flat(found) - flat(third)).norm()) > 1e-3
+
+
+def test_rounds_go_further_than_one():
+    """Without noise to speak of, three rounds with a small radius leave the ball of a single one, and the loss falls."""
+    x, y = make_tensors()
+    losses = []
+    for rounds in (1, 3):
+        private = ExpMQuadEngine().make_private_expm(
+            make_model(), make_loader(), 1e9, 0.3, None, rounds=rounds, **OPTIONS, **GIVEN
+        )
+        losses.append(float(nn.functional.mse_loss(private(x), y).detach()))
+        distance = float((flat(private) - flat(make_model())).norm())
+        assert (distance > 0.3) is (rounds == 3)
+    start = float(nn.functional.mse_loss(make_model()(x), y).detach())
+    assert losses[1] < losses[0] < start
+
+
+# --- What is charged -------------------------------------------------------------------------------------------------
+
+
+def test_every_round_is_an_event_of_its_own():
+    radii = (0.5, 0.25, 0.125)
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    engine = ExpMQuadEngine()
+    private = engine.make_private_expm(model, make_loader(), 0.9, radii, DIM, rounds=3, **OPTIONS, **GIVEN)
+    found = engine.accountant.releases
+    assert len(engine.accountant) == len(found) == 3
+    assert [r.round for r in found] == [1, 2, 3]
+    assert {r.rounds for r in found} == {3}
+    assert [r.seed for r in found] == [7, 8, 9]
+    assert tuple(r.radius for r in found) == radii
+    assert {(r.epsilon, r.delta, r.bounds, r.clipping) for r in found} == {(0.9, 0.0, "given", "separate")}
+    assert [r.epsilon_range for r in found] == [0.9 / 3] * 3
+    # The model that came is untouched, and the one that goes is a plain one.
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert type(private) is type(model)
+    assert not any(len(m._forward_hooks) for m in private.modules())
+
+
+def test_one_radius_serves_all_rounds():
+    same, _ = in_one_call(3.0, 0.3, **GIVEN)
+    assert torch.equal(flat(same), flat(in_one_call(3.0, [0.3, 0.3, 0.3], **GIVEN)[0]))
+
+
+def test_subspaces_are_fresh_without_a_seed():
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(make_model(), make_loader(), 1.0, 0.3, DIM, rounds=4, criterion=nn.MSELoss(), **GIVEN)
+    assert len({r.seed for r in engine.accountant.releases}) == 4
+
+
+@pytest.mark.parametrize("radii", [[0.1, 0.2], [], (0.1, 0.2, 0.3, 0.4)])
+def test_radii_are_one_or_one_a_round(radii):
+    engine = ExpMQuadEngine()
+    message = rf"radius must be one number, or one for each of rounds=3, got {len(radii)} of them"
+    with pytest.raises(ValueError, match=message):
+        engine.make_private_expm(make_model(), untouchable(), 1.0, radii, DIM, rounds=3, **OPTIONS, **GIVEN)
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, "0.1", None])
+def test_every_radius_is_checked(bad):
+    engine = ExpMQuadEngine()
+    with pytest.raises((TypeError, ValueError), match="radius must be"):
+        engine.make_private_expm(make_model(), untouchable(), 1.0, [0.1, bad, 0.1], DIM, rounds=3, **OPTIONS, **GIVEN)
+    assert len(engine.accountant) == 0
+
+
+CALIBRATIONS = st.sampled_from(["auto", "range", "gaussian", "paper"])
+
+
+@settings(max_examples=60)
+@given(
+    st.floats(1e-2, 20.0),
+    st.sampled_from([0.0, 1e-8, 1e-5, 1e-2]),
+    st.integers(1, 5),
+    st.sampled_from([GIVEN, {"max_grad_norm": 1.0}, {}, {"clipping": "joint"}, {"max_curvature": 0.0}]),
+    st.sampled_from(["add_remove", "replace_one"]),
+    st.sampled_from([0.0, 1e-3, 10.0, None]),
+    CALIBRATIONS,
+    st.floats(-2, 1),
+    st.floats(-2, 1),
+)
+def test_the_total_of_all_rounds_is_what_was_asked_for(
+    epsilon, delta, rounds, known, adjacency, regularization, calibration, first, last
+):
+    """Purchases included, by range or by μ, and with a budget of just that declared."""
+    if calibration == "gaussian" and (delta == 0 or regularization == 0):
+        calibration = "auto"
+    radii = list(np.logspace(first, last, rounds))
+    engine = ExpMQuadEngine(budget=(epsilon, delta))
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", UserWarning)  # so few records make purchases unreliable
+        patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # a plan must fit without it
+        engine.make_private_expm(
+            make_model(),
+            make_loader(),
+            epsilon,
+            radii,
+            DIM,
+            delta=delta,
+            rounds=rounds,
+            adjacency=adjacency,
+            regularization=regularization,
+            calibration=calibration,
+            **OPTIONS | known,
+        )
+    events = engine.accountant.releases
+    bought = [event for event in events if isinstance(event, Purchase)]
+    missing = {(): 2, ("max_grad_norm",): 1, ("clipping",): 1, ("max_curvature",): 1}
+    assert len(bought) == missing.get(tuple(known), 0)
+    assert len(events) == len(bought) + rounds
+    assert {draw.bounds for draw in events[len(bought) :]} == {"bought" if bought else "given"}
+    total = closed_total(events, delta)
+    assert total <= epsilon * (1 + 1e-12)
+    pure = math.fsum(event.epsilon_range for event in events)
+    if delta == 0 and calibration != "paper":
+        assert pure == pytest.approx(epsilon, rel=1e-12)
+    methods = {draw.calibration for draw in draws(engine)}
+    if rounds > 1 and methods == {"gaussian"}:
+        mus = [draw.mu for draw in draws(engine)] + [curves.bounded_range_mu(p.epsilon_range) for p in bought]
+        assert curves.gaussian_epsilon(math.hypot(*mus), delta) == pytest.approx(epsilon, rel=1e-9)
+
+
+@pytest.mark.parametrize("radii", [[10.0, 1e-3], [10.0, 1e-3, 10.0], [1e-3, 10.0]])
+@pytest.mark.parametrize("known", [GIVEN, {}], ids=["given", "bought"])
+def test_rounds_by_range_and_by_mu_share_one_budget(radii, known):
+    """λ being fixed, a small radius is served better by range and a large one by μ; the plan holds for both in turn."""
+    engine = ExpMQuadEngine(budget=(1.0, 1e-5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        engine.make_private_expm(
+            make_model(),
+            make_loader(),
+            1.0,
+            radii,
+            DIM,
+            rounds=len(radii),
+            delta=1e-5,
+            regularization=1.0,
+            nominal_size=1000,
+            **OPTIONS | known,
+        )
+    assert len(draws(engine)) == len(radii)
+    if radii[0] == 10.0 and known:
+        assert [r.calibration for r in draws(engine)] == ["gaussian" if r == 10.0 else "range" for r in radii]
+    assert closed_total(engine.accountant.releases, 1e-5) <= 1.0
+
+
+def test_nothing_is_left_after_all_rounds():
+    engine = ExpMQuadEngine(budget=(1.0, 1e-5))
+    options = OPTIONS | GIVEN | {"regularization": 50.0}
+    engine.make_private_expm(make_model(), make_loader(), 1.0, 0.3, DIM, rounds=4, delta=1e-5, **options)
+    assert len(engine.accountant) == 4
+    assert engine.remaining() == 0.0
+    with pytest.raises(BudgetExceeded):
+        engine.make_private_expm(make_model(), untouchable(), 1e-3, 0.3, DIM, rounds=2, **options)
+    assert len(engine.accountant) == 4
+
+
+def test_all_rounds_are_refused_together():
+    engine = ExpMQuadEngine(budget=(1.0, 0.0))
+    with pytest.raises(BudgetExceeded, match=r"epsilon=1\.1, delta=0 would exceed .* epsilon=1 still fits"):
+        engine.make_private_expm(make_model(), untouchable(), 1.1, 0.3, DIM, rounds=11, **OPTIONS, **GIVEN)
+    assert len(engine.accountant) == 0
+
+
+def test_what_purchases_leave_no_room_for_is_refused_before_they_are_made():
+    """At a tiny δ two purchases are worth more than μ(ε, δ), so that no draw by μ is left."""
+    engine = ExpMQuadEngine()
+    with pytest.raises(
+        ValueError, match=r"calibration='gaussian' leaves nothing for the draws .* or calibration='auto'"
+    ):
+        engine.make_private_expm(
+            make_model(), untouchable(), 1.0, 0.3, DIM, rounds=2, delta=1e-300, calibration="gaussian", **OPTIONS
+        )
+    assert len(engine.accountant) == 0
+
+
+def test_joint_clipping_follows_the_radius():
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(
+        make_model(), make_loader(), 1.0, [0.5, 0.1], DIM, rounds=2, clipping="joint", max_grad_norm=2.0, **OPTIONS
+    )
+    found = engine.accountant.releases
+    assert [r.max_curvature for r in found] == [4 * 2.0 / 0.5, 4 * 2.0 / 0.1]
+    assert {(r.clipping, r.max_grad_norm) for r in found} == {("joint", 2.0)}
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_joint_clipping_buys_one_bound(rounds):
+    engine = ExpMQuadEngine()
+    with pytest.warns(UserWarning, match="may come out far from its quantile"):
+        engine.make_private_expm(make_model(), make_loader(), 1.0, 0.5, DIM, rounds=rounds, clipping="joint", **OPTIONS)
+    bought, *rest = engine.accountant.releases
+    assert isinstance(bought, Purchase)
+    assert bought.bound == "max_grad_norm"
+    assert len(rest) == rounds
+    assert {(r.clipping, r.bounds) for r in rest} == {("joint", "bought")}
+    assert {r.max_curvature for r in rest} == {4 * rest[0].max_grad_norm / 0.5}
+    assert engine.get_epsilon() == pytest.approx(1.0, rel=1e-15)
+
+
+def test_joint_statistics_serve_one_radius():
+    engine = ExpMQuadEngine()
+    with pytest.raises(ValueError, match="radius must be given with clipping='joint'"):
+        engine.gather(make_model(), untouchable(), DIM, clipping="joint", max_grad_norm=1.0, **OPTIONS)
+    statistics = engine.gather(
+        make_model(), make_loader(), DIM, clipping="joint", radius=0.5, max_grad_norm=1.0, **OPTIONS
+    )
+    for use in (engine.release, lambda *a: engine.simulate(*a, lambda module: 0.0)):
+        with pytest.raises(ValueError, match=r"radius=0\.4 is not the 0\.5 for which .* clipped jointly; gather again"):
+            use(statistics, 1.0, 0.4)
+    assert len(engine.accountant) == 0
+    engine.release(statistics, 1.0, 0.5)
+    assert engine.accountant.releases[0].clipping == "joint"
+    with pytest.raises(ValueError, match=r"max_curvature=1\.0 has no meaning with clipping='joint'"):
+        engine.gather(
+            make_model(), untouchable(), DIM, clipping="joint", radius=0.5, max_grad_norm=1.0, max_curvature=1.0
+        )
+
+
+# --- Passes over the data --------------------------------------------------------------------------------------------
+
+
+class Watched(Dataset):
+    """Counts reads, and fails from a given one on."""
+
+    def __init__(self, fail_after=None, seed=0):
+        self.tensors, self.reads, self.fail_after = make_tensors(seed), 0, fail_after
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, index):
+        if self.fail_after is not None and self.reads >= self.fail_after:
+            raise KeyboardInterrupt
+        self.reads += 1
+        return tuple(t[index] for t in self.tensors)
+
+
+def untouchable():
+    return DataLoader(Watched(fail_after=0), batch_size=16)
+
+
+def test_one_pass_a_round():
+    records, public = Watched(), Watched(seed=1)
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(
+        make_model(),
+        DataLoader(records, batch_size=16),
+        1.0,
+        0.3,
+        DIM,
+        rounds=3,
+        public_loader=DataLoader(public, batch_size=16),
+        **OPTIONS,
+    )
+    assert records.reads == 3 * RECORDS
+    assert public.reads == RECORDS  # bounds are those of the first round
+    found = engine.accountant.releases
+    assert {r.bounds for r in found} == {"public"}
+    assert len({(r.max_grad_norm, r.max_curvature) for r in found}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:a private bound")
+@pytest.mark.parametrize("known", [GIVEN, {}], ids=["given", "bought"])
+@pytest.mark.parametrize("where", [RECORDS, RECORDS + 20])
+def test_an_interrupted_round_leaves_those_before_charged(known, where):
+    """The second round's pass fails: one draw (and its purchases) in the ledger, and no plan left behind."""
+    records, engine = Watched(fail_after=where), ExpMQuadEngine(budget=(1.0, 0.0))
+    model = make_model()
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private_expm(model, DataLoader(records, batch_size=16), 1.0, 0.3, DIM, rounds=2, **OPTIONS | known)
+    events = engine.accountant.releases
+    assert [type(event) for event in events] == [Purchase] * (0 if known else 2) + [Release]
+    assert events[-1].round == 1
+    spent = math.fsum(event.epsilon_range for event in events)
+    assert spent == pytest.approx(0.5 if known else 0.55, rel=1e-12)
+    assert engine.accountant._plan is None
+    assert torch.equal(flat(model), flat(make_model()))
+    # A later request is judged on its own: what is left fits, more does not, whatever the plan would have allowed.
+    with pytest.raises(BudgetExceeded):
+        engine.make_private_expm(make_model(), untouchable(), 1.05 - spent, 0.3, DIM, **OPTIONS, **GIVEN)
+    engine.make_private_expm(make_model(), make_loader(), engine.remaining(), 0.3, DIM, **OPTIONS, **GIVEN)
+    assert engine.get_epsilon() <= 1.0
+
+
+def test_an_interrupted_gaussian_plan_is_not_taken_up_again():
+    """What passed as part of a plan for the whole (ε, δ) does not pass again by itself."""
+    records, engine = Watched(fail_after=2 * RECORDS + 1), ExpMQuadEngine(budget=(1.0, 1e-5))
+    options = OPTIONS | GIVEN | {"delta": 1e-5, "regularization": 50.0}
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private_expm(make_model(), DataLoader(records, batch_size=16), 1.0, 0.3, DIM, rounds=3, **options)
+    assert [r.round for r in engine.accountant.releases] == [1, 2]
+    last = dataclasses.replace(engine.accountant.releases[-1], round=3)
+    with pytest.raises(BudgetExceeded):
+        engine.accountant.record(last)
+    with pytest.raises(BudgetExceeded):
+        engine.make_private_expm(make_model(), untouchable(), 1.0, 0.3, DIM, rounds=3, **options)
+    assert len(engine.accountant) == 2
+
+
+def test_a_draw_that_fails_is_charged_and_ends_the_run():
+    class Broken(np.random.Generator):
+        calls = 0
+
+        def standard_normal(self, *arguments, **options):
+            Broken.calls += 1
+            if len(engine.accountant) == 2:
+                raise KeyboardInterrupt
+            return super().standard_normal(*arguments, **options)
+
+    engine = ExpMQuadEngine()
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private_expm(
+            make_model(),
+            make_loader(),
+            0.9,
+            0.3,
+            DIM,
+            rounds=3,
+            noise_generator=Broken(np.random.PCG64(0)),
+            **OPTIONS,
+            **GIVEN,
+        )
+    assert Broken.calls > 1
+    assert engine.get_epsilon() == pytest.approx(0.6, rel=1e-15)
+
+
+def test_another_process_between_rounds_has_the_rest_judged(tmp_path):
+    """While the second round gathers, another engine charges the same ledger: the second draw no longer fits."""
+    path = tmp_path / "ledger.jsonl"
+
+    class Meddling(Watched):
+        def __getitem__(self, index):
+            if self.reads == RECORDS:
+                other.record(Release(**taken.to_dict() | {"mu": math.inf}))
+            return super().__getitem__(index)
+
+    draft = ExpMQuadEngine()
+    draft.make_private_expm(make_model(), make_loader(), 0.2, 0.3, DIM, regularization=0.0, **OPTIONS, **GIVEN)
+    taken = draft.accountant.releases[0]
+    other = ExpMAccountant(ledger_path=path)
+    engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=path)
+    with pytest.raises(BudgetExceeded, match=r"a pure release of at most epsilon=0\.3 still fits"):
+        engine.make_private_expm(
+            make_model(), DataLoader(Meddling(), batch_size=16), 1.0, 0.3, DIM, rounds=2, **OPTIONS, **GIVEN
+        )
+    assert [r.epsilon_range for r in engine.accountant.releases] == [0.5, 0.2]
+    assert engine.get_epsilon() == pytest.approx(0.7, rel=1e-15)
+
+
+def test_secure_rounds_carry_their_failures():
+    engine = ExpMQuadEngine(secure_mode=True, budget=(1.0, 1e-5))
+    engine.make_private_expm(make_model(), make_loader(), 1.0, 0.3, DIM, rounds=3, **OPTIONS, **GIVEN)
+    found = engine.accountant.releases
+    assert [r.sampler for r in found] == ["secure"] * 3
+    assert all(r.failure_probability > 0 for r in found)
+    assert engine.get_epsilon(0.0) == math.inf
+    assert engine.get_epsilon(1e-5) <= 1.0
