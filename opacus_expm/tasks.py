@@ -134,10 +134,11 @@ def mnist(
         torch.default_generator.manual_seed(seed)
         model = cnn()
 
+        # Twice as fast on a processor, in pretraining as in either engine.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
         def train() -> None:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast
             fit(model, public, criterion, epochs=20, batch_size=128, learning_rate=1e-3, weight_decay=weight_decay)
-            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
         _train_once(
             model, train, public, {"task": "mnist", "recipe": 1, "seed": seed, "records": records, "loss": loss}
