@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from opacus_expm import _check, datasets
 from opacus_expm.datasets import AnyPath, Table
+from opacus_expm.model import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -363,10 +364,5 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def _outputs(model: nn.Module, dataset: TensorDataset) -> Tensor:
     """What a model says of all records, a thousand at a time, in evaluation mode."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluation_mode(model):
         return torch.cat([model(x.to(device)).cpu() for x in torch.split(dataset.tensors[0], 1000)])
-    finally:
-        for module, training in modes.items():
-            module.training = training
