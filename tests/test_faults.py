@@ -6,7 +6,7 @@ and the same call, made again, gives what it gives without the fault.
 
 import contextlib
 import copy
-import dataclasses
+import itertools
 import math
 import os
 import re
@@ -18,17 +18,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, data, suggest
-from opacus_expm.accountant import Purchase, Release
+from opacus_expm import ExpMQuadEngine, suggest
+from opacus_expm.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.criteria import CrossEntropy
 from opacus_expm.ledger import LedgerFile
 from opacus_expm.sampling import Exact
 from opacus_expm.suggestion import Candidate
 
-RECORDS, FEATURES, CLASSES = 40, 4, 3
+RECORDS, FEATURES, CLASSES = 24, 4, 3
 PACKAGE = str(Path(opacus_expm.__file__).parent)
 GIVEN = {"max_grad_norm": 0.5, "max_curvature": 0.3}
 MODES = ("hooks", "functorch")
@@ -61,7 +63,10 @@ def state_of(module):
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (
         [(n, t.data_ptr(), t._version, t.requires_grad, t.detach().clone().numpy().tobytes()) for n, t in tensors],
-        [(n, None if p.grad is None else (p.grad.data_ptr(), p.grad.sum().item())) for n, p in module.named_parameters()],
+        [
+            (n, None if p.grad is None else (p.grad.data_ptr(), p.grad.sum().item()))
+            for n, p in module.named_parameters()
+        ],
         [(n, m.training, [len(v or ()) for k, v in vars(m).items() if "hook" in k]) for n, m in module.named_modules()],
         [(n, sorted(k for k in vars(m) if k != "forward")) for n, m in module.named_modules()],
         list(getattr(module, "note", [])),
@@ -181,19 +186,22 @@ class Draws:
         monkeypatch.setattr(opacus_expm.engine, "private_quantile", counted(quantile))
 
 
-def check_fault(call, options, fault, directory, draws, expected):
+@contextlib.contextmanager
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check_fault(call, options, fault, directory, draws, expected, error=KeyboardInterrupt):
     """One fault: what must hold after it, and after the same call made again."""
     path = directory / "ledger.jsonl"
     for old in directory.iterdir():
         old.unlink()
-    engine, model = ExpMQuadEngine(budget=(2.0, 0.0), ledger_path=path), make_model()
+    engine, model = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path), make_model()
     before, around, draws.count = state_of(model), global_state(), 0
-    left = []
-    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with fault:
-            left.append(call(engine, model, **options_of(**options)))
-    assert not left
+    with pytest.raises(error), quiet(), fault:
+        call(engine, model, **options_of(**options))
     assert state_of(model) == before
     assert global_state() == around
     assert engine.accountant._plan is None
@@ -208,13 +216,310 @@ def check_fault(call, options, fault, directory, draws, expected):
     return len(charged)
 
 
-def in_order(places, every):
-    """Numbers of the first and the last time that each place is reached, every so many of them."""
+def undisturbed(call, options, path):
+    """The weights that a call gives, and the places in the package that it passes."""
+    engine, watch = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path), Interruption()
+    with watch.watching():
+        found = call(engine, make_model(), **options_of(**options))
+    return weights(found), watch.places
+
+
+def some_of(places, points):
+    """When to interrupt: at the first and the last time that each place is reached, or at as many of these as asked for."""
     first, last = {}, {}
     for number, place in enumerate(places):
         first.setdefault(place, number)
         last[place] = number
-    return sorted({*first.values(), *last.values()})[::every]
+    numbers = sorted({*first.values(), *last.values()})
+    return numbers if points is None else [numbers[int(i)] for i in np.linspace(0, len(numbers) - 1, points)]
+
+
+# What a context manager does on its way out cannot be made safe from an interrupt in these very lines.
+def is_cleanup(place):
+    file, number = place
+    line = (Path(PACKAGE) / file).read_text().splitlines()[number - 1]
+    return "torch.backends" in line or "accountant._plan = other" in line or line.strip() in ("yield", "finally:")
+
+
+@pytest.mark.filterwarnings("ignore:a private bound")
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_line(name, tmp_path, monkeypatch):
+    """At every line that the call passes where there is time (HYPOTHESIS_PROFILE=fuzz), else at some."""
+    call, options = CALLS[name]
+    (tmp_path / "before").mkdir()
+    expected, places = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    directory, draws = tmp_path / "ledger", Draws(monkeypatch)
+    directory.mkdir()
+    seen = set()
+    for number in some_of(places, None if settings.get_current_profile_name() == "fuzz" else 9):
+        if not is_cleanup(places[number]):
+            fault = Interruption(number)
+            seen.add(check_fault(call, options, fault.watching(), directory, draws, expected))
+            assert fault.where == places[number]
+    assert 0 in seen
+    assert max(seen) > 0
+
+
+def test_a_fault_that_leaves_something_behind_is_noticed(tmp_path, monkeypatch):
+    """The check itself can fail: a pass that works on the user's own module, and a draw before its charge."""
+    call, options = CALLS["hooks"]
+    (tmp_path / "before").mkdir()
+    expected, places = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    directory, draws = tmp_path / "ledger", Draws(monkeypatch)
+    directory.mkdir()
+    middle = next(n for n, (file, _) in enumerate(places) if file == "layer_rules.py")
+    with monkeypatch.context() as patched:
+        patched.setattr(opacus_expm.statistics, "working_copy", lambda module: module.eval())
+        with pytest.raises(AssertionError):
+            check_fault(call, options, Interruption(middle).watching(), directory, draws, expected)
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpMAccountant, "record", lambda *_: None)
+        with pytest.raises(AssertionError):
+            check_fault(call, options, failing(opacus_expm.statistics, "moved", 1), directory, draws, expected, Fault)
+
+
+# --- faults of the user's own parts ---------------------------------------------------------------------------------
+
+
+class Fault(Exception):
+    """What the user's code raises."""
+
+
+@contextlib.contextmanager
+def failing(target, name, number):
+    """The number-th call of ``target.name`` raises."""
+    original, calls = getattr(target, name), itertools.count(1)
+
+    def call(*arguments, **options):
+        if next(calls) == number:
+            raise Fault
+        return original(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(target, name, call)
+        yield
+
+
+FAULTS = {
+    "data set": (TensorDataset, "__getitem__", (1, 20, 47)),
+    "collate": (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch", (2,)),
+    "model": (nn.Tanh, "forward", (1, 5)),
+    "model, backward": (torch.autograd, "grad", (1, 8)),
+    "criterion": (CrossEntropy, "gradient_and_factor", (1, 3)),
+    "eigenvalues": (np.linalg, "eigh", (1, 2)),
+    "sampler": (Exact, "sample", (1, 2)),
+    "ledger": (LedgerFile, "append", (1, 2)),
+    "disk": (os, "fsync", (1, 2)),
+    "new module": (opacus_expm.statistics, "moved", (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ["hooks", "functorch", "loop"])
+@pytest.mark.parametrize("stage", FAULTS)
+def test_an_exception_at_any_stage(stage, name, tmp_path, monkeypatch):
+    call, options = CALLS[name]
+    target, attribute, numbers = FAULTS[stage]
+    if stage == "model, backward" and name == "functorch":
+        pytest.skip("functorch has no such call")
+    (tmp_path / "before").mkdir()
+    expected, _ = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    directory, draws = tmp_path / "ledger", Draws(monkeypatch)
+    directory.mkdir()
+    for number in numbers:
+        fault = failing(target, attribute, number)
+        charged = check_fault(call, options, fault, directory, draws, expected, error=Fault)
+        if stage in ("sampler", "new module", "disk"):  # what may be on disk is charged
+            assert charged == number
+        if stage in ("ledger", "eigenvalues"):
+            assert charged == number - 1
+
+
+class Ill(Dataset):
+    """Raises in the worker that reads one of its records."""
+
+    def __init__(self, ill):
+        self.tensors, self.ill = make_tensors(), ill
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, index):
+        if self.ill and index == 17:
+            raise Fault
+        return tuple(t[index] for t in self.tensors)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_an_exception_in_a_worker():
+    engine, model = ExpMQuadEngine(), make_model()
+    before = state_of(model)
+    with pytest.raises(Fault):
+        engine.make_private_expm(
+            model, DataLoader(Ill(True), batch_size=8, num_workers=1), 1.0, 0.3, 5, **options_of(**GIVEN)
+        )
+    assert state_of(model) == before
+    assert len(engine.accountant) == 0
+    found, expected = (
+        engine.make_private_expm(
+            model, DataLoader(Ill(False), batch_size=8, num_workers=workers), 1.0, 0.3, 5, **options_of(**GIVEN)
+        )
+        for workers in (1, 0)
+    )
+    assert torch.equal(weights(found), weights(expected))
+
+
+@pytest.mark.parametrize("name", ["hooks", "loop"])
+def test_a_polite_request_to_stop(name, tmp_path, monkeypatch):
+    """SIGTERM, with the handler that turns it into SystemExit, in the pass and in the draw."""
+    call, options = CALLS[name]
+    (tmp_path / "before").mkdir()
+    expected, _ = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    directory, draws = tmp_path / "ledger", Draws(monkeypatch)
+    directory.mkdir()
+
+    @contextlib.contextmanager
+    def terminated(target, attribute):
+        def stop(*_):
+            raise SystemExit(143)
+
+        def call(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original(*arguments, **options)
+
+        handler, original = signal.signal(signal.SIGTERM, stop), getattr(target, attribute)
+        try:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(target, attribute, call)
+                yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+    for target, attribute, charges in ((nn.Tanh, "forward", 0), (Exact, "sample", 1)):
+        fault = terminated(target, attribute)
+        assert check_fault(call, options, fault, directory, draws, expected, error=SystemExit) == charges
+
+
+def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
+    """Half a release is none: the module is put back, the charge stays, and the run is over."""
+    engine, model = ExpMQuadEngine(), make_model()
+    moved, copy_into = [], opacus_expm.swap._copy_into
+
+    def interrupted(parameters, values):
+        moved.append(next(iter(parameters)))
+        copy_into({moved[-1]: parameters[moved[-1]]}, values)
+        if len(moved) == 1:
+            raise KeyboardInterrupt
+        copy_into(parameters, values)
+
+    monkeypatch.setattr(opacus_expm.swap, "_copy_into", interrupted)
+    before = weights(model)
+    with pytest.raises(KeyboardInterrupt):
+        loop_in_place(engine, model)
+    assert len(moved) == 2
+    assert torch.equal(weights(model), before)
+    assert "forward" not in vars(model)
+    assert engine.get_epsilon() == 0.5
+    loop_in_place(engine, model)
+    assert not torch.equal(weights(model), before)
+
+
+def loop_in_place(engine, model):
+    module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        data_loader=make_loader(),
+        target_epsilon=1.0,
+        target_delta=0.0,
+        epochs=2,
+        radius=0.3,
+        proj_dim=5,
+        **options_of(**GIVEN),
+    )
+    for _ in range(2):
+        for x, y in loader:
+            criterion(module(x), y).backward()
+            optimizer.step()
+
+
+def test_an_interrupted_checkpoint_changes_nothing(tmp_path, monkeypatch):
+    engine, path = ExpMQuadEngine(), tmp_path / "model.pt"
+    private = one_call(engine, make_model(), **options_of(**GIVEN))
+    engine.save_checkpoint(path=path, module=private)
+    saved = path.read_bytes()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "_save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_checkpoint(path=path, module=make_model())
+    assert path.read_bytes() == saved
+    assert list(tmp_path.iterdir()) == [path]
+    other, module = ExpMQuadEngine(), make_model()
+    before = weights(module)
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpMAccountant, "load_state_dict", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.load_checkpoint(path=path, module=module)
+    assert torch.equal(weights(module), before)
+    assert len(other.accountant) == 0
+    other.load_checkpoint(path=path, module=module)
+    assert torch.equal(weights(module), weights(private))
+    assert other.accountant.releases == engine.accountant.releases
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_rehearsal_leaves_every_submodule_in_its_mode(interrupted):
+    model = make_model()
+    before = state_of(model)
+    arguments = {"criterion": nn.CrossEntropyLoss(), "candidates": [Candidate("sparse", 5, 1, 0.1)], "repeats": 1}
+    if interrupted:
+
+        class Loss(nn.CrossEntropyLoss):
+            def forward(self, outputs, targets):
+                raise KeyboardInterrupt
+
+        arguments["criterion"] = Loss()
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        suggest(model, make_loader(), 1.0, 1e-5, 100, **arguments)
+    assert state_of(model) == before
+
+
+# --- models that give no number -------------------------------------------------------------------------------------
+
+
+class NoNumber(nn.Module):
+    """NaN for every record; on the synthetic records of the checks too, or only on inputs as large as the private ones."""
+
+    def __init__(self, always):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.always = nn.Linear(FEATURES, CLASSES), always
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        return outputs * (math.nan if self.always else torch.where(x.abs().amax(1, keepdim=True) > 50, math.nan, 1.0))
+
+
+@pytest.mark.filterwarnings("ignore:a private bound", "ignore:using grad_sample_mode='functorch', because")
+@pytest.mark.parametrize("bounds", [GIVEN, {}], ids=["given", "bought"])
+@pytest.mark.parametrize(
+    ("mode", "always"), [("hooks", False), ("functorch", False), ("functorch", True), (None, True)]
+)
+def test_a_model_that_gives_no_number_is_released_all_the_same(mode, always, bounds):
+    """Every record counts as zero, so the draw is that of no data at all: useless, private, and charged."""
+    x, y = make_tensors()
+    loader = make_loader(dataset=TensorDataset(100 + x, y))
+    engine, model = ExpMQuadEngine(), NoNumber(always)
+    sums = ExpMQuadEngine().gather(model, loader, 5, grad_sample_mode=mode, **options_of(**GIVEN)).sums
+    assert sums.gradient.abs().max() == 0
+    assert sums.curvature.abs().max() == 0
+    private = engine.make_private_expm(model, loader, 1.0, 0.3, 5, grad_sample_mode=mode, **options_of(**bounds))
+    assert engine.get_epsilon() == pytest.approx(1.0, rel=1e-12)
+    moved = weights(private) - weights(model)
+    assert torch.isfinite(moved).all()
+    assert 0 < moved.norm() <= 0.3 * (1 + 1e-6)
 
 
 # --- memory that runs out -------------------------------------------------------------------------------------------
@@ -222,7 +527,9 @@ def in_order(places, every):
 OUT_OF_MEMORY = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "mps": RuntimeError("MPS backend out of memory (MPS allocated: 8.0 GiB)"),
-    "linux": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    "linux": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"
+    ),
     "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8589934592 bytes."),
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "python": MemoryError(),
@@ -301,7 +608,9 @@ def test_too_little_memory_for_one_record_is_refused(mode):
     model, engine = small(0), ExpMQuadEngine()
     before = state_of(model)
     options = {"criterion": nn.CrossEntropyLoss(), "grad_sample_mode": mode} | GIVEN
-    with pytest.raises(RuntimeError, match="with the fewest records at a time; less is needed with projection='sparse'"):
+    with pytest.raises(
+        RuntimeError, match="with the fewest records at a time; less is needed with projection='sparse'"
+    ):
         engine.make_private_expm(model, make_loader(), 1.0, 0.3, 5, **options)
     assert state_of(model) == before
     assert len(engine.accountant) == 0
@@ -331,7 +640,9 @@ def test_a_stream_is_not_started_again():
     assert_same_sums(found, gathered(small(math.inf), count=50))
 
 
-@pytest.mark.filterwarnings("ignore:the pass over .* ran out of memory", "ignore:a private bound", "ignore:bounds='paper'")
+@pytest.mark.filterwarnings(
+    "ignore:the pass over .* ran out of memory", "ignore:a private bound", "ignore:bounds='paper'"
+)
 @pytest.mark.parametrize("how", ["bought", "public", "paper"])
 def test_memory_that_runs_out_where_bounds_come_from(how):
     """The first pass meets the fault, and later ones go on with what fits."""
@@ -390,7 +701,9 @@ def test_memory_that_runs_out_in_a_training_loop():
     loops[0][1]()
     with pytest.warns(UserWarning, match="with 32 records at a time and starts again with 16"):
         loops[1][1]()
-    with pytest.raises(RuntimeError, match="ran out of memory with 32 records at a time and cannot start again by itself"):
+    with pytest.raises(
+        RuntimeError, match="ran out of memory with 32 records at a time and cannot start again by itself"
+    ):
         loops[2][1]()
     assert len(loops[2][0].accountant) == 0
     loops[2][1]()
