@@ -776,7 +776,7 @@ class ExpMQuadEngine:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = _files.load_tensors(path)
         except OSError:
             raise
         except Exception as error:  # torch's reader fails in many ways on bytes that are no checkpoint

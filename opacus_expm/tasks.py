@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from opacus_expm import _check, datasets
+from opacus_expm import _check, _files, datasets
 from opacus_expm.datasets import AnyPath, Table
 from opacus_expm.model import evaluation_mode
 
@@ -332,7 +332,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     kept = datasets.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
     start = copy.deepcopy(model.state_dict())
     try:
-        model.load_state_dict(torch.load(kept, weights_only=True))
+        model.load_state_dict(_files.load_tensors(kept))
         return
     except Exception:  # absent, or damaged in one of many ways
         model.load_state_dict(start)
