@@ -33,10 +33,18 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
     torch reads past the check sums of its archives, so a flipped bit would become another weight: they are checked here.
 
     Raises:
-        ValueError: a member of the archive is damaged; torch and zipfile raise much else on bytes that are no archive.
+        OSError: the file cannot be opened.
+        ValueError: it is damaged, or holds something else.
     """
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"{os.fspath(path)!r} is damaged in {damaged!r}")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise ValueError(f"{damaged!r} is damaged")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # both readers fail in many ways on bytes that are no such archive
+            raise ValueError(
+                f"{os.fspath(path)!r} cannot be loaded safely: it is damaged, or no file of tensors"
+            ) from error

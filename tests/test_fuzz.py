@@ -128,7 +128,7 @@ def cases(draw):
 REFUSED = "calibration='gaussian'|regularization|cross-entropy needs at least 2 outputs|radius=|proj_dim|cannot serve"
 
 
-@examples(60)
+@examples(40, 1000)
 @given(cases())
 def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
     """The release is in the ball and costs what was asked for; one record moves the sums by no more than its bounds."""
@@ -164,7 +164,7 @@ def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
     largest = max(float(p.detach().double().abs().max()) for p in model.parameters())
     rounding = largest * torch.finfo(next(model.parameters()).dtype).eps * math.sqrt(sum(map(len, moved)))
     assert torch.isfinite(torch.cat(moved)).all()
-    assert float(torch.cat(moved).norm()) <= budget["radius"] * (1 + 1e-6) + rounding
+    assert float(torch.cat(moved).detach().norm()) <= budget["radius"] * (1 + 1e-6) + rounding
     bound_g, bound_h = options["max_grad_norm"] * (1 + 1e-6), options["max_curvature"] * (1 + 1e-6)
     assert float(whole.gradient.norm()) <= len(data) * bound_g
     if less is None:
@@ -257,7 +257,7 @@ def ledger(tmp_path_factory):
     return path.read_bytes(), LedgerFile(path).entries()
 
 
-@examples(150)
+@examples(100)
 @given(changes=st.lists(damage(), min_size=1, max_size=3))
 def test_a_damaged_ledger_is_refused_or_an_older_one(ledger, tmp_path_factory, changes):
     content, entries = ledger
@@ -280,7 +280,7 @@ def test_a_damaged_ledger_is_refused_or_an_older_one(ledger, tmp_path_factory, c
     assert len(LedgerFile(path).entries()) == len(found) + 1
 
 
-@examples(100)
+@examples(40)
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(FACTS)), JSON, max_size=3),
     purchase=st.booleans(),
@@ -389,7 +389,7 @@ def replaced(value, path, new):
     return [*value[:at], replaced(value[at], path[1:], new), *value[at + 1 :]]
 
 
-@examples(150)
+@examples(100)
 @given(change=places_and_values() | damage())
 def test_a_damaged_comparison_is_refused_or_shown(tmp_path_factory, change):
     path = tmp_path_factory.getbasetemp() / "comparison.json"
@@ -407,7 +407,7 @@ def test_a_damaged_comparison_is_refused_or_shown(tmp_path_factory, change):
     assert Comparison.from_json(path).table() == found.table()
 
 
-@examples(150)
+@examples(100)
 @given(change=places_and_values() | damage(), deep=st.booleans())
 def test_a_damaged_journal_is_passed_over(tmp_path_factory, change, deep):
     """A finished cell is found as it was, or not at all."""
