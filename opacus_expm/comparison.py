@@ -384,6 +384,12 @@ class Row:
     memory: float | None
     settings: Settings
 
+    def __post_init__(self) -> None:
+        _check.one_of("method", self.method, METHODS)
+        _check_budget(self.epsilon, self.delta)
+        _check_measured(self)
+        _check_settings(self.settings)
+
     @property
     def mean(self) -> float:
         """Mean of the values."""
@@ -405,6 +411,11 @@ class Candidate:
     epsilon: float | None
     settings: Settings
     score: float
+
+    def __post_init__(self) -> None:
+        _check.one_of("method", self.method, METHODS)
+        _check_budget(self.epsilon, None)
+        _check_settings(self.settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -563,8 +574,10 @@ class Comparison:
             }
             content["rows"] = tuple(Row(**{**row, "values": _numbers(row["values"])}) for row in content["rows"])
             content["search"] = tuple(Candidate(**{**c, "score": _numbers([c["score"]])[0]}) for c in content["search"])
-            return cls(**content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = cls(**content)
+            found.table()  # which needs all of it
+            return found
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"path {str(path)!r} holds no comparison written by to_json: {error}") from error
 
     def plot(self, where: str | PathLike[str] | Axes | None = None) -> Axes:
@@ -649,6 +662,9 @@ class _Outcome:
     seconds: float
     memory: float | None
     simulated: bool = False
+
+    def __post_init__(self) -> None:
+        _check_measured(self)
 
 
 @dataclass(frozen=True)
@@ -797,7 +813,7 @@ class _Journal:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
         self._torn = lines[-1] != ""  # an interrupted write; what follows starts on a line of its own
         for line in lines:
             try:
@@ -805,7 +821,7 @@ class _Journal:
                 if entry["configuration"] == configuration:
                     outcome = {**entry["outcome"], "values": _numbers(entry["outcome"]["values"])}
                     self._found[_canonical(entry["cell"])] = _Outcome(**outcome)
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, OverflowError, RecursionError, TypeError, ValueError):  # damaged: the cell runs again
                 continue
 
     def get(self, cell: _Cell) -> _Outcome | None:
@@ -1015,7 +1031,37 @@ def _finite(value: Any) -> Any:
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
     """Numbers as they were before ``_finite``; what was not finite is NaN."""
+    if not isinstance(values, list | tuple) or not all(v is None or _is_number(v) for v in values):
+        raise ValueError(f"values must be a list of numbers, got {values!r}")
     return tuple(math.nan if v is None else float(v) for v in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_measured(found: Row | _Outcome) -> None:
+    """What a run can have given."""
+    if not isinstance(found.values, tuple) or not found.values or not all(map(_is_number, found.values)):
+        raise ValueError(f"values must be one number a run, got {found.values!r}")
+    _check.non_negative("seconds", found.seconds)
+    if found.memory is not None:
+        _check.non_negative("memory", found.memory)
+    if not isinstance(found.simulated, bool):
+        raise TypeError(f"simulated must be True or False, got {found.simulated!r}")
+
+
+def _check_budget(epsilon: float | None, delta: float | None) -> None:
+    """ε and δ, None where there is none."""
+    if epsilon is not None:
+        _check.positive("epsilon", epsilon)
+    if delta is not None:
+        _check.fraction("delta", delta)
+
+
+def _check_settings(settings: Settings) -> None:
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings must be a mapping of names, got {settings!r}")
 
 
 def _short(value: object) -> str:

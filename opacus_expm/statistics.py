@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm import _check, data, theory
 from opacus_expm._private import PrivateValues
@@ -24,7 +24,16 @@ from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, make
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
-from opacus_expm.model import Layout, check_module, compute_dtype, exact_arithmetic, moved, take, working_copy
+from opacus_expm.model import (
+    Layout,
+    check_module,
+    compute_dtype,
+    exact_arithmetic,
+    moved,
+    ran_out_of_memory,
+    take,
+    working_copy,
+)
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
 from opacus_expm.sums import (
     ClippedAdder,
@@ -40,8 +49,8 @@ CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the
 PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 PAPER_INFLATION = 1.1
-_KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 Batches = Iterator[tuple[Any, Tensor]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -101,7 +110,7 @@ class Workbench:
         criterion: the loss, or None to infer it.
         grad_sample_mode: ``"hooks"``, ``"functorch"`` or None.
         curvature_samples: probes of the curvature, None for exact rows.
-        max_physical_batch_size: records at a time.
+        pieces: records at a time; halved, with a warning, when a pass runs out of memory.
         progress: show a bar.
     """
 
@@ -113,25 +122,21 @@ class Workbench:
         criterion: Callable[[Tensor, Tensor], Tensor] | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
-        max_physical_batch_size: int | None,
+        pieces: data.Pieces,
         progress: bool | None,
     ):
         module = check_module(model)
         if grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
-        for name, value in (
-            ("curvature_samples", curvature_samples),
-            ("max_physical_batch_size", max_physical_batch_size),
-        ):
-            if value is not None:
-                _check.positive_int(name, value)
+        if curvature_samples is not None:
+            _check.positive_int("curvature_samples", curvature_samples)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
         self._device, self._dtype = next(self._working.parameters()).device, compute_dtype(self._working)
         self._subspace = subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
-        self._max_physical_batch_size, self._progress = max_physical_batch_size, progress
+        self._pieces, self._progress = pieces, progress
         self._ready: tuple[RowSource, Criterion] | None = None
 
     def check_curvature(self, max_curvature: float | None) -> None:
@@ -146,9 +151,11 @@ class Workbench:
         self, public_loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None
     ) -> dict[str, Array]:
         """Norms of public records, by the bound they are for."""
-        with exact_arithmetic():
-            records = self._records(public_loader, "public_loader", curvature)
-            norms = [_norms(r, joint_radius) for r in records]
+
+        def once() -> list[dict[str, Array]]:
+            return [_norms(r, joint_radius) for r in self._records(public_loader, "public_loader", curvature)]
+
+        norms = self._in_memory(public_loader, "public_loader", once)
         return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
     def public_curvature(self, public_loader: DataLoader[Any], rank: int) -> PublicCurvature:
@@ -156,9 +163,10 @@ class Workbench:
 
         The workbench's own subspace must be the full space.
         """
-        kept: list[Tensor] = []
-        records = size = 0
-        with exact_arithmetic():
+
+        def once() -> PublicCurvature:
+            kept: list[Tensor] = []
+            records = size = 0
             for batch in self._records(public_loader, "public_loader", curvature=True):
                 assert batch.factors is not None
                 rows = batch.factors.flatten(0, 1).to(self._dtype)
@@ -168,6 +176,8 @@ class Workbench:
                 records, size = records + len(batch.gradients), size + rows.nbytes
             return PublicCurvature.of_rows(torch.cat(kept), records, rank, seed=0)
 
+        return self._in_memory(public_loader, "public_loader", once)
+
     def paper_bounds(self, loader: DataLoader[Any]) -> tuple[float, float]:
         """ḡ and H̄ of the source paper from the private data's own largest Jacobian and residual, inflated by 1.1.
 
@@ -175,6 +185,10 @@ class Workbench:
 
         **Privacy:** not private: one record can move a maximum as far as it likes.
         """
+        return self._in_memory(loader, "loader", lambda: self._paper_bounds(loader))
+
+    def _paper_bounds(self, loader: DataLoader[Any]) -> tuple[float, float]:
+        """One attempt at ``paper_bounds``."""
         jacobian = residual = 0.0
         source, loss, stream = self._begin(loader, "loader")
         if not isinstance(loss, CrossEntropy | MeanSquaredError):
@@ -182,16 +196,15 @@ class Workbench:
                 f"bounds='paper' is defined for cross-entropy and mean squared error, not for {type(loss).__name__}; "
                 "use bounds=None"
             )
-        with exact_arithmetic():
-            for inputs, targets in stream:
-                outputs, pullback = source.outputs_and_pullback(inputs)
-                outputs_count = outputs.shape[1]
-                rows = pullback(torch.eye(outputs_count).to(outputs).expand(len(outputs), -1, -1)).double()
-                gram = rows @ rows.transpose(1, 2)
-                jacobian = max(jacobian, float(torch.linalg.eigvalsh(gram)[:, -1].max()) ** 0.5)
-                if isinstance(loss, MeanSquaredError):
-                    gap = (outputs.double() - targets.reshape(outputs.shape).double()).norm(dim=1)
-                    residual = max(residual, float(gap.max()))
+        for inputs, targets in stream:
+            outputs, pullback = source.outputs_and_pullback(inputs)
+            outputs_count = outputs.shape[1]
+            rows = pullback(torch.eye(outputs_count).to(outputs).expand(len(outputs), -1, -1)).double()
+            gram = rows @ rows.transpose(1, 2)
+            jacobian = max(jacobian, float(torch.linalg.eigvalsh(gram)[:, -1].max()) ** 0.5)
+            if isinstance(loss, MeanSquaredError):
+                gap = (outputs.double() - targets.reshape(outputs.shape).double()).norm(dim=1)
+                residual = max(residual, float(gap.max()))
         if isinstance(loss, CrossEntropy):
             found = theory.cross_entropy_bounds(PAPER_INFLATION * jacobian)
         else:
@@ -203,17 +216,22 @@ class Workbench:
 
         **Privacy:** the result is private data.
         """
-        kept: list[RecordQuadratics] | None = []
-        norms: list[dict[str, Array]] = []
-        size = 0
-        with exact_arithmetic():
+
+        def once() -> Remembered:
+            kept: list[RecordQuadratics] | None = (
+                None if self._pieces.halved else []
+            )  # what was kept may have filled it
+            norms: list[dict[str, Array]] = []
+            size = 0
             for records in self._records(loader, "loader", curvature):
                 norms.append(_norms(records, joint_radius))
                 if kept is not None:
                     kept.append(records.to(self._dtype))
                     size += kept[-1].bytes()
                     kept = kept if size <= CACHE_BYTES else None
-        return Remembered({name: np.concatenate([n[name] for n in norms]) for name in norms[0]}, kept)
+            return Remembered({name: np.concatenate([n[name] for n in norms]) for name in norms[0]}, kept)
+
+        return self._in_memory(loader, "loader", once)
 
     def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
         """Every record's quadratic, batch after batch."""
@@ -226,7 +244,7 @@ class Workbench:
                 targets,
                 curvature=curvature,
                 curvature_samples=self._samples,
-                pad_to=self._piece(loader),
+                pad_to=self._pieces.padded(loader),
             )
 
     def gather(
@@ -239,39 +257,70 @@ class Workbench:
         bounds: str,
         joint_radius: float | None = None,
         remembered: Remembered | None = None,
+        begun: bool = False,
     ) -> Statistics:
         """One pass over the private data, or none where an earlier one is remembered.
 
+        With ``begun``, the pass goes on with further batches: memory that runs out is then an error, because the records
+        before would have been seen in pieces of another size; the next pass takes half of it.
+
         **Privacy:** the result is private data.
         """
-        with exact_arithmetic():
+
+        def once() -> ClippedSums:
             if remembered is not None and remembered.records is not None:
                 total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
                 for records in remembered.records:
                     total.add(records.to(torch.float64).with_norms())
-                sums = total.result()
-            else:
-                source, loss, stream = self._begin(loader, "loader")
-                sums = clipped_sums(
-                    source,
-                    loss,
-                    stream,
-                    max_grad_norm=max_grad_norm,
-                    max_curvature=max_curvature,
-                    curvature_samples=self._samples,
-                    pad_to=self._piece(loader),
-                    joint_radius=joint_radius,
-                )
+                return total.result()
+            source, loss, stream = self._begin(loader, "loader")
+            return clipped_sums(
+                source,
+                loss,
+                stream,
+                max_grad_norm=max_grad_norm,
+                max_curvature=max_curvature,
+                curvature_samples=self._samples,
+                pad_to=self._pieces.padded(loader),
+                joint_radius=joint_radius,
+            )
+
+        sums = self._in_memory(loader, "loader", once, restart=not begun)
         return Statistics(self._module, self._layout, self._subspace, sums, nominal_size, bounds)
 
-    def _piece(self, loader: DataLoader[Any]) -> int | None:
-        """Number of records, public and the same for every piece of a pass, that the network always sees at once.
+    def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
+        """One pass in exact arithmetic, from its beginning again in pieces of half the size whenever memory runs out.
 
-        Matrix kernels round differently for different batch sizes; were a record to fall into a batch of another size
-        because another record left, its own rows could change.
+        Raises:
+            RuntimeError: not even single records fit, or the pass cannot start again; says what needs less.
         """
-        size = self._max_physical_batch_size or loader.batch_size
-        return None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS
+        while True:
+            size = self._pieces.padded(loader)
+            try:
+                with exact_arithmetic():
+                    return once()
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out_of_memory(error):
+                    raise
+                if not self._pieces.halve(loader):
+                    raise RuntimeError(
+                        f"the pass over {name} ran out of memory with the fewest records at a time; less is needed with "
+                        "projection='sparse', a smaller proj_dim, curvature_samples= or max_curvature=0"
+                    ) from error
+                if not restart or isinstance(loader.dataset, IterableDataset):
+                    raise RuntimeError(
+                        f"the pass over {name} ran out of memory with {size} records at a time and cannot start again by "
+                        f"itself; pass max_physical_batch_size={self._pieces.padded(loader)}, or start it again"
+                    ) from error
+            # Here, and not above, where the exception would still hold on to the tensors.
+            warnings.warn(
+                f"the pass over {name} ran out of memory with {size} records at a time and starts again with "
+                f"{self._pieces.padded(loader)}; pass max_physical_batch_size= to save the attempt",
+                UserWarning,
+                stacklevel=2,
+            )
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _begin(self, loader: DataLoader[Any], name: str) -> tuple[RowSource, Criterion, Batches]:
         """Gatherer and criterion, chosen on the first batch that is seen, and the whole stream of batches."""
@@ -279,7 +328,7 @@ class Workbench:
             loader,
             device=self._device,
             dtype=self._dtype,
-            max_physical_batch_size=self._max_physical_batch_size,
+            max_physical_batch_size=self._pieces.step,
             progress=self._progress,
             name=name,
         )

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from opacus_expm import _check, datasets
+from opacus_expm import _check, _files, datasets
 from opacus_expm.datasets import AnyPath, Table
+from opacus_expm.model import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     kept = datasets.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
     start = copy.deepcopy(model.state_dict())
     try:
-        model.load_state_dict(torch.load(kept, weights_only=True))
+        model.load_state_dict(_files.load_tensors(kept))
         return
     except Exception:  # absent, or damaged in one of many ways
         model.load_state_dict(start)
@@ -364,10 +365,5 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def _outputs(model: nn.Module, dataset: TensorDataset) -> Tensor:
     """What a model says of all records, a thousand at a time, in evaluation mode."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluation_mode(model):
         return torch.cat([model(x.to(device)).cpu() for x in torch.split(dataset.tensors[0], 1000)])
-    finally:
-        for module, training in modes.items():
-            module.training = training
