@@ -115,12 +115,17 @@ class BallGaussian(PrivateValues):
         at_kappa = 0.5 * kappa + 0.5 * float(np.sum(b**2 * inverse + np.log(2 * math.pi * inverse)))
         return at_kappa + math.log(integral) + w.size * math.log(self.radius)
 
+    def exponent(self, points: Array) -> Array:
+        """−½ξᵀPξ + bᵀξ at rows ξ, in the ball or not: the log density without its normaliser."""
+        z = points if self.basis is None else points @ self.basis
+        exponent: Array = z @ self.linear - 0.5 * z**2 @ self.precision
+        return exponent
+
     def log_density(self, points: Array) -> Array:
         """Normalised log density at rows ξ; −∞ outside the ball."""
-        z = points if self.basis is None else points @ self.basis
-        inside = np.sum(z**2, axis=1) <= self.radius**2 * (1 + 1e-12)  # ξ may have been rounded outwards
-        exponent = z @ self.linear - 0.5 * z**2 @ self.precision
-        return np.where(inside, exponent - self.log_normalizer(), -np.inf)
+        # ξ may have been rounded outwards
+        inside = np.sum(points**2, axis=1) <= self.radius**2 * (1 + 1e-12)
+        return np.where(inside, self.exponent(points) - self.log_normalizer(), -np.inf)
 
     def __repr__(self) -> str:
         return f"BallGaussian(dim={self.dim}, radius={self.radius}, private values hidden)"
