@@ -3,7 +3,7 @@
 | audit | sees | gives |
 |---|---|---|
 | ``audit_pair`` | the densities from which the engine draws on two data sets | the exact privacy loss between them |
-| ``worst_pair``, ``audit_worst`` | the same, on data made to be as bad as the clipping bounds allow | the worst of a search |
+| ``worst_pair``, ``audit_worst`` | the same, on data as bad as the clipping bounds allow | the worst of a search |
 | ``black_box`` | released models only, loader in and model out | a lower bound on ε, with confidence |
 | ``black_box_dp_sgd`` | the same for Opacus DP-SGD | the same, for comparison |
 | ``paper_practice`` | bounds read off the private data | a pair of data sets that breaks the claim |
@@ -25,6 +25,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,8 @@ from opacus_expm.sums import Sensitivity
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]
 
-_TILTS = (0, 1, 4, 30, 1000)  # records in the base that pull in one direction
-_ANGLES = np.arange(8) * math.pi / 8
+_PULLS = (1, 4, 30, 1000)  # records in the base that pull in one direction
+_ANGLES = [i * math.pi / 8 for i in range(8)]
 _OVERSHOOT = 10.0  # records are made this many times larger than their bounds, so that clipping has to work
 _FAINT = 1e-6  # size of a Jacobian row that carries a gradient and (nearly) no curvature
 _DRAWS = 20_000
@@ -162,40 +163,35 @@ def audit_pair(
     **Privacy:** the report is NOT private, and says so in a warning.
     """
     _warn("audit_pair()")
-    return Report(tuple(_pair_findings(model, loader, neighbour, arguments, subject, draws, seed)))
-
-
-def _warn(name: str) -> None:
-    """Say what a report is."""
-    warnings.warn(
-        f"{name} looks at the private densities or draws from them without charge: its report is NOT private; use it on data "
-        "that you may look at",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _pair_findings(
-    model: nn.Module,
-    loader: DataLoader[Any],
-    neighbour: DataLoader[Any],
-    arguments: Arguments,
-    subject: str,
-    draws: int,
-    seed: int,
-) -> Iterator[Finding]:
-    """See ``audit_pair``."""
     _check.positive_int("draws", draws)
     settled = _settled(loader, neighbour, arguments)
     loss, claimed = observed_loss(model, loader, neighbour, settled)
     delta = float(settled.get("delta", 0.0))
-    facts = {"adjacency": settled["adjacency"], "asked": float(settled["epsilon"]), "delta": delta, "claimed": claimed}
+    found = {}
     if delta == 0:
-        yield Finding(subject, "exact", found=loss.largest(), **facts)
+        found["exact"] = loss.largest()
     if loss.before.dim <= QUADRATURE_DIM:
-        yield Finding(subject, "quadrature", found=Quadrature(loss).epsilon(delta), **facts)
-    sampled = Sampled(loss, draws, np.random.default_rng(_check.seed("seed", seed)))
-    yield Finding(subject, "draws", found=sampled.epsilon(delta), **facts)
+        found["quadrature"] = Quadrature(loss).epsilon(delta)
+    found["draws"] = Sampled(loss, draws, np.random.default_rng(_check.seed("seed", seed))).epsilon(delta)
+    facts = (settled["adjacency"], float(settled["epsilon"]), delta, claimed)
+    return Report(tuple(Finding(subject, method, *facts, epsilon) for method, epsilon in found.items()))
+
+
+_NOT_PRIVATE = "looks at the private densities or draws from them without charge: its report is NOT private"
+
+
+def _warn(name: str) -> None:
+    """Say what a report is."""
+    warnings.warn(f"{name} {_NOT_PRIVATE}; use it on data that you may look at", UserWarning, stacklevel=3)
+
+
+@contextmanager
+def _synthetic_data() -> Iterator[None]:
+    """Without the warnings for data that are somebody's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf"\w+\(\) {_NOT_PRIVATE}")
+        warnings.filterwarnings("ignore", message="bounds='paper' reads the clipping bounds off the private data")
+        yield
 
 
 def observed_loss(
@@ -230,17 +226,17 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
         if name in arguments:
             raise ValueError(f"arguments must not hold {name!r}: an audit chooses it; leave it out")
     settled = {"adjacency": "add_remove", "projection_seed": 0, "progress": False, **arguments}
-    sizes = [data.dataset_size(data.check_loader(part, name)) for part, name in ((loader, "loader"), (neighbour, "neighbour"))]
-    if None in sizes:
+    size = data.dataset_size(data.check_loader(loader))
+    other_size = data.dataset_size(data.check_loader(neighbour, "neighbour"))
+    if size is None or other_size is None:
         raise ValueError("loader and neighbour must have data sets of known size: iterable ones cannot be compared")
-    apart = abs(sizes[0] - sizes[1])  # type: ignore[operator]
-    if apart != (0 if settled["adjacency"] == "replace_one" else 1):
+    if abs(size - other_size) != (0 if settled["adjacency"] == "replace_one" else 1):
         raise ValueError(
             f"loader and neighbour cannot be neighbours under adjacency={settled['adjacency']!r}: their sizes must "
             f"{'agree' if settled['adjacency'] == 'replace_one' else 'differ by one'}"
         )
     if settled.get("nominal_size") is None:
-        settled["nominal_size"] = sizes[0]
+        settled["nominal_size"] = size
     if settled.get("rounds", 1) != 1:
         raise ValueError("an exact audit is of one draw: rounds must be 1; audit rounds with black_box")
     if settled.get("curvature_samples") is not None:
@@ -248,8 +244,8 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
     known = settled.get("public_loader") is not None or settled.get("bounds") == "paper"
     if not known and not _bounds_given(settled):
         raise ValueError(
-            "an exact audit needs public bounds: pass max_grad_norm and max_curvature or a public_loader in arguments; bought "
-            "bounds are random, and are for black_box"
+            "an exact audit needs public bounds: pass max_grad_norm and max_curvature or a public_loader in arguments; "
+            "bought bounds are random, and are for black_box"
         )
     return settled
 
@@ -304,7 +300,7 @@ class Record:
     line: float = 0.0
 
     def quadratic(self, setting: Setting) -> tuple[Array, Array]:
-        """g and H."""
+        """Gradient g and curvature H."""
         k = setting.proj_dim
         g = self.gradient * setting.max_grad_norm * _direction(self.angle, k)
         if self.curvature == "none":
@@ -391,11 +387,13 @@ def _direction(angle: float, dim: int) -> Array:
 def worst_pair(setting: Setting) -> Pair:
     """Search for the neighbours that show the most: the worst record within the bounds, on the worst base.
 
-    All combinations of a gradient in the direction of the base's pull or at an angle to it, curvature of rank 0, 1 (at all
-    angles) and k, on bases that pull from not at all to a thousand records strong, soft and stiff; for replace-one with the
-    opposite gradient and every kind of curvature in its place. The best of them is then refined in its angles. For δ = 0
-    the exact largest loss decides, else quadrature's δ at the claimed ε, so that k is at most 3 then.
+    All combinations of a gradient at several angles to the base's pull, curvature of rank 0, 1 (at several angles) and k,
+    on bases that pull from not at all to a thousand records strong, soft and stiff; for replace-one with the opposite
+    gradient and every kind of curvature in its place. For δ = 0 the exact largest loss decides, and the best is refined in
+    its angles. For δ > 0 it is quadrature's δ at the claimed ε, and everything is on one line, where gradients and
+    curvatures add up; in k dimensions the pair is placed along the first axis.
     """
+    on_line = setting.delta > 0 or setting.proj_dim == 1
     calibrated = calibrate(
         setting.sensitivity(),
         epsilon=setting.epsilon,
@@ -408,23 +406,27 @@ def worst_pair(setting: Setting) -> Pair:
     c = calibrated.inverse_temperature
 
     def shows(pair: Pair) -> float:
+        if setting.delta == 0:
+            return pair.loss(c).largest()
         try:
-            loss = pair.loss(c)
-            return loss.largest() if setting.delta == 0 else Quadrature(loss).delta(setting.epsilon)
+            line = dataclasses.replace(pair, setting=dataclasses.replace(setting, proj_dim=1))
+            return Quadrature(line.loss(c)).delta(setting.epsilon)
         except ValueError:  # beyond what quadrature resolves
             return 0.0
 
-    best = max(_candidates(setting), key=shows)
+    best = max(_candidates(setting, plane=not on_line), key=shows)
+    if on_line:
+        return best
 
     def turned(angles: Array) -> Pair:
         record = dataclasses.replace(best.record, line=best.record.line + float(angles[1]))
         replaced = best.replaced
         if replaced is not None:
             replaced = dataclasses.replace(replaced, line=replaced.line + float(angles[2]))
-        return dataclasses.replace(best, pull_angle=best.pull_angle + float(angles[0]), record=record, replaced=replaced)
+        return dataclasses.replace(
+            best, pull_angle=best.pull_angle + float(angles[0]), record=record, replaced=replaced
+        )
 
-    if setting.proj_dim == 1:
-        return best
     refined = minimize(
         lambda angles: -shows(turned(angles)),
         np.zeros(3),
@@ -434,9 +436,8 @@ def worst_pair(setting: Setting) -> Pair:
     return max(best, turned(refined.x), key=shows)
 
 
-def _candidates(setting: Setting) -> Iterator[Pair]:
-    """What ``worst_pair`` tries first."""
-    plane = setting.proj_dim > 1
+def _candidates(setting: Setting, *, plane: bool) -> Iterator[Pair]:
+    """What ``worst_pair`` tries first, in a plane or on a line."""
     curved = setting.max_curvature > 0
     lines = [Record(1.0, 0.0, "line", a) for a in (_ANGLES if plane else [0.0])] if curved else []
     full = [Record(g, 0.0, "full") for g in (0.0, 1.0)] if curved else []
@@ -445,25 +446,40 @@ def _candidates(setting: Setting) -> Iterator[Pair]:
     if setting.adjacency == "replace_one":
         across = [Record(1.0, math.pi, "line", a) for a in (_ANGLES[::2] if plane else [0.0])] if curved else []
         others = [Record(1.0, math.pi, "none"), *across, *([Record(0.0, 0.0, "none")] if curved else [])]
-    pulls = [(0, 0.0), *((t, float(a)) for t in _TILTS[1:] for a in _pull_angles(plane))]
-    stiffs = (0, 10) if curved else (0,)
-    for record, replaced, (pull, angle), stiff in itertools.product(records, others, pulls, stiffs):
+    # A ridge holds the pull back: strengths at which the mean comes to lie inside the ball, close to its edge
+    ridge = setting.regularization * setting.nominal_size
+    held = (
+        [round(share * setting.radius * ridge / setting.max_grad_norm) for share in (0.5, 0.8, 0.95)] if ridge else []
+    )
+    strengths = sorted({*_PULLS, *held} - {0})
+    bases = [(0, 0.0, 0), *((t, a, 0) for t in strengths for a in _pull_angles(plane))]
+    if curved:
+        bases += [(0, 0.0, 10), *((30, a, 10) for a in _pull_angles(plane))]
+    for record, replaced, (pull, angle, stiff) in itertools.product(records, others, bases):
         yield Pair(setting, pull, angle, stiff, record, replaced)
 
 
-def _pull_angles(plane: bool) -> Array:
-    """Directions of the base's pull, against a gradient that points along the first axis."""
-    return np.concatenate([_ANGLES, _ANGLES + math.pi])[::2] if plane else np.array([0.0, math.pi])
+def _pull_angles(plane: bool) -> list[float]:
+    """Directions of the base's pull, where the record's gradient points along the first axis."""
+    return [a + turn for turn in (0.0, math.pi) for a in _ANGLES[::2]] if plane else [0.0, math.pi]
 
 
 def audit_worst(setting: Setting, *, draws: int = _DRAWS, seed: int = 0) -> Report:
     """Search for the worst pair, make data of it, and audit the whole engine on them.
 
+    The loss at draws is that of the worst pair's records on a base without a pull.
+
     **Privacy:** synthetic data only.
     """
     pair = worst_pair(setting)
-    model, loader, neighbour = pair.data()
-    return Report(tuple(_pair_findings(model, loader, neighbour, setting.arguments(), setting.calibration, draws, seed)))
+    options: dict[str, Any] = {"subject": setting.calibration, "draws": draws, "seed": seed}
+    with _synthetic_data():
+        findings = audit_pair(*pair.data(), setting.arguments(), **options).findings
+        if setting.delta == 0 and pair.pull > 0:
+            # No draw comes near the worst point of a base that pulls hard: the same records without the pull show more.
+            calm = audit_pair(*dataclasses.replace(pair, pull=0).data(), setting.arguments(), **options).findings
+            findings = (*findings[:-1], calm[-1])
+    return Report(findings)
 
 
 # --- black boxes ------------------------------------------------------------------------------------------------------
@@ -488,6 +504,8 @@ def lower_bound(first: Array, second: Array, *, delta: float = 0.0, confidence: 
     samples = [np.asarray(sample, dtype=np.float64) for sample in (first, second)]
     if any(sample.ndim != 1 or sample.size < 4 for sample in samples):
         raise ValueError("first and second must each hold at least 4 scores, in one dimension")
+    if not all(np.isfinite(sample).all() for sample in samples):
+        raise ValueError("first and second must hold finite scores: let the score of a useless model be a number, too")
     _check.fraction("delta", delta)
     error = (1 - _check.fraction("confidence", confidence)) / 2
     chosen, judged = zip(*((s[: s.size // 2], s[s.size // 2 :]) for s in samples), strict=True)
@@ -544,24 +562,6 @@ def black_box(
     **Privacy:** the report is NOT private, and says so in a warning.
     """
     _warn("black_box()")
-    return Report(
-        (_black_box(model, loader, neighbour, arguments, score, releases, draws_per_pass, delta, confidence, subject),)
-    )
-
-
-def _black_box(
-    model: nn.Module,
-    loader: DataLoader[Any],
-    neighbour: DataLoader[Any],
-    arguments: Arguments,
-    score: Score,
-    releases: int,
-    draws_per_pass: int,
-    delta: float | None,
-    confidence: float,
-    subject: str,
-) -> Finding:
-    """See ``black_box``."""
     _check.positive_int("releases", releases)
     _check.positive_int("draws_per_pass", draws_per_pass)
     settled = {"progress": False, "adjacency": "add_remove", "delta": 0.0, **arguments}
@@ -581,25 +581,17 @@ def _black_box(
     scores = []
     for records in (loader, neighbour):
         if draws_per_pass == 1:
-            scores.append(
-                np.array(
-                    [
-                        float(score(ExpMQuadEngine().make_private_expm(model, records, **settled)))
-                        for _ in range(releases)
-                    ]
-                )
-            )
+            calls = (ExpMQuadEngine().make_private_expm(model, records, **settled) for _ in range(releases))
+            scores.append(np.array([float(score(module)) for module in calls]))
         else:
             passes = math.ceil(releases / draws_per_pass)
             found = [_simulated(model, records, settled, score, draws_per_pass) for _ in range(passes)]
             scores.append(np.concatenate(found)[:releases])
     bound = lower_bound(scores[0], scores[1], delta=at, confidence=confidence)
-    return Finding(subject, "black box", settled["adjacency"], float(settled["epsilon"]), at, claimed, bound)
+    return Report((Finding(subject, "black box", settled["adjacency"], float(settled["epsilon"]), at, claimed, bound),))
 
 
-def _simulated(
-    model: nn.Module, loader: DataLoader[Any], arguments: dict[str, Any], score: Score, draws: int
-) -> Array:
+def _simulated(model: nn.Module, loader: DataLoader[Any], arguments: dict[str, Any], score: Score, draws: int) -> Array:
     """Scores of many draws from one pass."""
     engine = ExpMQuadEngine()
 
@@ -623,7 +615,6 @@ def black_box_dp_sgd(
     score: Score,
     *,
     releases: int = 1000,
-    delta: float | None = None,
     confidence: float = 0.95,
     seed: int | None = None,
     subject: str = "Opacus DP-SGD",
@@ -636,38 +627,17 @@ def black_box_dp_sgd(
     **Privacy:** the report is NOT private, and says so in a warning.
     """
     _warn("black_box_dp_sgd()")
-    return Report(
-        (_black_box_dp_sgd(model, dataset, neighbour, criterion, arguments, score, releases, delta, confidence, seed, subject),)
-    )
-
-
-def _black_box_dp_sgd(
-    model: nn.Module,
-    dataset: Dataset[Any],
-    neighbour: Dataset[Any],
-    criterion: nn.Module,
-    arguments: Arguments,
-    score: Score,
-    releases: int,
-    delta: float | None,
-    confidence: float,
-    seed: int | None,
-    subject: str,
-) -> Finding:
-    """See ``black_box_dp_sgd``."""
     _check.positive_int("releases", releases)
     if len(dataset) != len(neighbour):  # type: ignore[arg-type]
         raise ValueError("dataset and neighbour must have the same number of records: Opacus divides by it")
-    asked = float(arguments["epsilon"])
-    at = float(arguments["delta"]) if delta is None else _check.fraction("delta", delta)
-    if at != arguments["delta"]:
-        raise ValueError(f"delta must be that of the arguments, {arguments['delta']!r}, got {delta!r}")
+    epsilon, delta = float(arguments["epsilon"]), float(arguments["delta"])
     scores = []
     for number, records in enumerate((dataset, neighbour)):
         seeds = [None if seed is None else seed + 2 * i + number for i in range(releases)]
-        scores.append(np.array([float(score(dp_sgd(model, records, criterion, seed=s, **arguments))) for s in seeds]))
-    bound = lower_bound(scores[0], scores[1], delta=at, confidence=confidence)
-    return Finding(subject, "black box", "add_remove", asked, at, asked, bound)
+        runs = (dp_sgd(model, records, criterion, seed=own, **arguments) for own in seeds)
+        scores.append(np.array([float(score(module)) for module in runs]))
+    bound = lower_bound(scores[0], scores[1], delta=delta, confidence=confidence)
+    return Report((Finding(subject, "black box", "add_remove", epsilon, delta, epsilon, bound),))
 
 
 @dataclass(frozen=True)
@@ -719,8 +689,13 @@ class Canary:
     def dp_sgd_arguments(self, epsilon: float, delta: float) -> dict[str, Any]:
         """For ``dp_sgd``: one step on all records, where one of them shows most."""
         return {
-            **{"epsilon": epsilon, "delta": delta, "learning_rate": 0.01, "max_grad_norm": 1.0},
-            **{"batch_size": self.silent + 1, "epochs": 1, "momentum": 0.0},
+            "epsilon": epsilon,
+            "delta": delta,
+            "learning_rate": 0.01,
+            "max_grad_norm": 1.0,
+            "batch_size": self.silent + 1,
+            "epochs": 1,
+            "momentum": 0.0,
         }
 
     def score(self, module: nn.Module) -> float:
@@ -748,12 +723,17 @@ def paper_practice(epsilon: float = 1.0, *, records: int = 100, factor: float = 
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     without, with_it = (DataLoader(TensorDataset(part, -part / 2), batch_size=256) for part in (x[:-1], x))
-    arguments = {"epsilon": epsilon, "radius": 1.0, "proj_dim": None, "criterion": nn.MSELoss(), "regularization": 0.0}
-    arguments |= {"bounds": "paper", "calibration": "paper"}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="bounds='paper' reads the clipping bounds off the private data")
-        settled = _settled(without, with_it, arguments)
-        loss, claimed = observed_loss(model, without, with_it, settled)
+    arguments = {
+        "epsilon": epsilon,
+        "radius": 1.0,
+        "proj_dim": None,
+        "criterion": nn.MSELoss(),
+        "regularization": 0.0,
+        "bounds": "paper",
+        "calibration": "paper",
+    }
+    with _synthetic_data():
+        loss, claimed = observed_loss(model, without, with_it, _settled(without, with_it, arguments))
     found = loss.largest()
     return Report((Finding("bounds='paper'", "exact", "add_remove", epsilon, 0.0, claimed, found),))
 
@@ -772,7 +752,7 @@ def audit_exact(epsilon: float = 1.0, delta: float = 1e-5, *, seed: int = 0) -> 
         settings = {
             "range, k=2": base,
             "paper, k=2": dataclasses.replace(base, calibration="paper"),
-            "gaussian, k=2": dataclasses.replace(base, calibration="gaussian", delta=delta, regularization=0.1),
+            "gaussian, k=2": dataclasses.replace(base, calibration="gaussian", delta=delta, regularization=10.0),
             "range, k=20": dataclasses.replace(base, proj_dim=20),
         }
         for subject, setting in settings.items():
@@ -786,7 +766,7 @@ def audit_black_box(
     delta: float = 1e-5,
     *,
     releases: int = 1000,
-    simulated: int = 40_000,
+    draws: int = 60_000,
     seed: int | None = None,
 ) -> Report:
     """The canary in this engine and in Opacus DP-SGD: whole releases of each, and draws of many releases from one pass.
@@ -798,25 +778,24 @@ def audit_black_box(
     arguments = canary.arguments(epsilon)
     if seed is not None:
         arguments["noise_generator"] = np.random.default_rng(seed)
-
-    def engine(count: int, draws_per_pass: int, subject: str) -> Finding:
-        return _black_box(model, *loaders, arguments, canary.score, count, draws_per_pass, None, 0.95, subject)
-
-    return Report(
-        (
-            engine(releases, 1, f"ExpM-Quad, {releases} releases each"),
-            engine(simulated, simulated, f"ExpM-Quad, {simulated} draws each"),
-            _black_box_dp_sgd(
-                model,
-                *datasets,
-                nn.MSELoss(),
-                canary.dp_sgd_arguments(epsilon, delta),
-                canary.score,
-                releases,
-                None,
-                0.95,
-                seed,
-                f"Opacus DP-SGD, {releases} runs each",
+    with _synthetic_data():
+        reports = (
+            black_box(
+                *(model, *loaders, arguments, canary.score),
+                releases=releases,
+                subject=f"ExpM-Quad, {releases} releases each",
+            ),
+            black_box(
+                *(model, *loaders, arguments, canary.score),
+                releases=draws,
+                draws_per_pass=draws,
+                subject=f"ExpM-Quad, {draws} draws each",
+            ),
+            black_box_dp_sgd(
+                *(model, *datasets, nn.MSELoss(), canary.dp_sgd_arguments(epsilon, delta), canary.score),
+                releases=releases,
+                seed=seed,
+                subject=f"Opacus DP-SGD, {releases} runs each",
             ),
         )
-    )
+    return Report(tuple(f for report in reports for f in report.findings))

@@ -233,7 +233,7 @@ class Sampled:
         if delta == 0:
             return self.largest()
         found = 0.0
-        for epsilon in _GRID[_GRID < self.largest()]:
+        for epsilon in _GRID[self.largest() > _GRID]:
             if self.delta_bound(float(epsilon)) <= delta:
                 break
             found = float(epsilon)
