@@ -72,10 +72,11 @@ class BallGaussian(PrivateValues):
         if excess(0.0) <= 0:
             return 0.0
         s = 0.5 * w.size + float(np.hypot(0.5 * w.size, np.linalg.norm(b)))
-        low = max(0.0, (s - float(w.max())) * (1 - 1e-9) - 1e-9)
-        high = (s - float(w.min())) * (1 + 1e-9) + 1e-9
-        if excess(low) <= 0:  # rounding put the root at the padded end
-            return low
+        low = max(0.0, s * (1 - 1e-9) - float(w.max()))
+        high = s * (1 + 1e-9) - float(w.min())
+        for end, sign in ((low, 1), (high, -1)):  # rounding may have put the root at a padded end
+            if sign * excess(end) <= 0:
+                return end
         return float(brentq(excess, low, high, xtol=1e-300, rtol=1e-12))
 
     def log_normalizer(self) -> float:

@@ -30,7 +30,7 @@ QUADRATURE_DIM = 3  # dimensions in which the ball can be covered with nodes
 _ORDERS = {1: 256, 2: 12, 3: 6}  # Gauss-Legendre nodes a panel
 _PANELS = np.concatenate([np.arange(0.0, 9.0), 8.0 * 2.0 ** np.arange(1, 22)])  # where panels end, in widths
 _GRID = np.geomspace(1e-3, 1e3, 701)  # of ε: steps of 2 %
-_RESOLVED = 1e-6  # how far quadrature's normalisers may be from the exact ones, in logarithms
+_RESOLVED = 1e-5  # how far quadrature's normalisers may be from the exact ones, in logarithms
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -91,22 +91,24 @@ def _highest(matrix: Array, vector: Array, radius: float) -> float:
     values, vectors = np.linalg.eigh(matrix)
     u = vectors.T @ vector
     floor = max(0.0, float(values[-1]))
-    scale = max(float(np.abs(values).max()), float(np.linalg.norm(u)) / radius)
+    below = floor - values  # of which the last is 0, unless M is negative definite
+    length = float(np.linalg.norm(u))
+    scale = max(float(np.abs(values).max()), length / radius)
     if scale == 0:
         return 0.0
 
-    def reach(mu: float) -> float:
-        return float(np.linalg.norm(u / np.maximum(mu - values, 1e-300 * scale + 1e-200))) - radius
+    def reach(gap: float) -> float:  # with μ = floor + gap
+        return float(np.linalg.norm(u / (gap + below))) - radius
 
-    low = floor + 1e-14 * scale
-    if reach(low) > 0:
-        mu = float(brentq(reach, low, low + 1.01 * float(np.linalg.norm(u)) / radius, xtol=1e-300, rtol=1e-14))
-        z = u / (mu - values)
+    least = 1e-14 * scale
+    if reach(least) > 0:
+        z = u / (brentq(reach, least, least + 1.01 * length / radius, xtol=1e-300, rtol=1e-14) + below)
+        z *= radius / np.linalg.norm(z)
     else:
-        z = np.where(floor - values > 1e-14 * scale, u / np.maximum(low - values, 1e-14 * scale), 0.0)
-        if floor == values[-1]:  # the hard case; below it, M is negative definite and the maximiser inside
+        z = np.where(below > least, u / np.maximum(below, least), 0.0)
+        if below[-1] == 0:
             z[-1] = math.copysign(math.sqrt(max(0.0, radius**2 - float(z[:-1] @ z[:-1]))), u[-1])
-    z *= min(1.0, radius / max(float(np.linalg.norm(z)), 1e-300))
+        z *= min(1.0, radius / max(float(np.linalg.norm(z)), 1e-300))
     return float(0.5 * z**2 @ values + z @ u)
 
 
