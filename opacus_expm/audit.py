@@ -49,7 +49,7 @@ from opacus_expm.sums import Sensitivity
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]
 
-_PULLS = (1, 4, 30, 1000)  # records in the base that pull in one direction
+_PULLS = (1, 30, 1000)  # records in the base that pull in one direction
 _ANGLES = [i * math.pi / 8 for i in range(8)]
 _OVERSHOOT = 10.0  # records are made this many times larger than their bounds, so that clipping has to work
 _FAINT = 1e-6  # size of a Jacobian row that carries a gradient and (nearly) no curvature
@@ -439,12 +439,14 @@ def worst_pair(setting: Setting) -> Pair:
 def _candidates(setting: Setting, *, plane: bool) -> Iterator[Pair]:
     """What ``worst_pair`` tries first, in a plane or on a line."""
     curved = setting.max_curvature > 0
-    lines = [Record(1.0, 0.0, "line", a) for a in (_ANGLES if plane else [0.0])] if curved else []
+    replacing = setting.adjacency == "replace_one"
+    angles = (_ANGLES[::2] if replacing else _ANGLES) if plane else [0.0]
+    lines = [Record(1.0, 0.0, "line", a) for a in angles] if curved else []
     full = [Record(g, 0.0, "full") for g in (0.0, 1.0)] if curved else []
     records = [Record(1.0, 0.0, "none"), *lines, *full]
     others: list[Record | None] = [None]
-    if setting.adjacency == "replace_one":
-        across = [Record(1.0, math.pi, "line", a) for a in (_ANGLES[::2] if plane else [0.0])] if curved else []
+    if replacing:
+        across = [Record(1.0, math.pi, "line", a) for a in angles] if curved else []
         others = [Record(1.0, math.pi, "none"), *across, *([Record(0.0, 0.0, "none")] if curved else [])]
     # A ridge holds the pull back: strengths at which the mean comes to lie inside the ball, close to its edge
     ridge = setting.regularization * setting.nominal_size
