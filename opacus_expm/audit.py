@@ -44,7 +44,7 @@ from opacus_expm.density import Array, BallGaussian
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.privacy_loss import QUADRATURE_DIM, PrivacyLoss, Quadrature, Sampled
 from opacus_expm.sampling import Exact
-from opacus_expm.sums import Sensitivity
+from opacus_expm.sums import ADJACENCIES, Sensitivity
 
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]
@@ -160,6 +160,9 @@ def audit_pair(
             one draw from one density given public numbers: several rounds, bought bounds or sampled curvature. Those
             are for ``black_box``.
 
+    The curvature must be exact: for sequences and for more than 64 outputs, whose curvature is probed at random, pass
+    ``max_curvature=0``. Secure mode draws from the same density; its own failures are in the ledger, not here.
+
     **Privacy:** the report is NOT private, and says so in a warning.
     """
     _warn("audit_pair()")
@@ -210,11 +213,16 @@ def observed_loss(
         engine.make_private_expm(model, records, sampler=window, **arguments)
         assert window.density is not None
         densities.append(window.density)
-        try:
-            claims.append(engine.get_epsilon(float(arguments.get("delta", 0.0))))
-        except NoGuarantee:
-            claims.append(float(arguments["epsilon"]))
+        claims.append(_claim(engine, float(arguments.get("delta", 0.0)), arguments))
     return PrivacyLoss(densities[0], densities[1]), min(claims)
+
+
+def _claim(engine: ExpMQuadEngine, delta: float, arguments: Arguments) -> float:
+    """What the ledger states at δ; what was asked for where it refuses."""
+    try:
+        return engine.get_epsilon(delta)
+    except NoGuarantee:
+        return float(arguments["epsilon"])
 
 
 def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arguments) -> dict[str, Any]:
@@ -273,6 +281,12 @@ class Setting:
     regularization: float = 0.0
     nominal_size: int = 100
     proj_dim: int = 2
+
+    def __post_init__(self) -> None:
+        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
+        _check.positive("max_grad_norm", self.max_grad_norm)
+        _check.non_negative("max_curvature", self.max_curvature)
+        _check.positive_int("proj_dim", self.proj_dim)
 
     def arguments(self) -> dict[str, Any]:
         """For ``make_private_expm``: in the full space of a model with ``proj_dim`` parameters."""
@@ -579,7 +593,7 @@ def black_box(
     at = settled["delta"] if delta is None else _check.fraction("delta", delta)
     engine = ExpMQuadEngine()
     engine.make_private_expm(model, loader, **settled)
-    claimed = engine.get_epsilon(at)
+    claimed = _claim(engine, at, settled)
     scores = []
     for records in (loader, neighbour):
         if draws_per_pass == 1:

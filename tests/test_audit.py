@@ -95,6 +95,14 @@ def test_the_gaussian_claim_is_tight_without_curvature():
     assert found.ratio == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("adjacency", "both"), ("max_grad_norm", 0.0), ("max_curvature", -1.0), ("proj_dim", 0)]
+)
+def test_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=name):
+        Setting(**{name: value})
+
+
 # --- data of the auditor's own ----------------------------------------------------------------------------------------
 
 
