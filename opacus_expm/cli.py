@@ -1,4 +1,4 @@
-"""The command line: ``opacus-expm compare`` and ``opacus-expm epsilon``."""
+"""The command line: ``opacus-expm compare``, ``opacus-expm audit`` and ``opacus-expm epsilon``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opacus_expm import tasks
+from opacus_expm import audit, tasks
 from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
@@ -46,6 +46,21 @@ def compared(
     except ImportError as error:  # the numbers are there without it
         print(f"no figure: {error}", file=sys.stderr)
     return found
+
+
+def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int | None) -> bool:
+    """Print an audit's tables, each as soon as it is there; whether all claims held that are made."""
+    print("Worst neighbouring data sets within the clipping bounds, exactly:\n")
+    exact = audit.audit_exact(epsilon, delta)
+    print(exact, "\n\nA canary, told from released models alone (lower bounds, 95 % confidence):\n", sep="", flush=True)
+    box = audit.audit_black_box(epsilon, delta, releases=releases, draws=draws, seed=seed)
+    print(
+        box,
+        "\n\nThe source paper's practice, bounds read off the private data (no guarantee is stated for it):\n",
+        sep="",
+    )
+    print(audit.paper_practice(epsilon))
+    return exact.holds and box.holds
 
 
 def spent(ledger: Path, delta: float) -> dict[str, Any]:
@@ -104,6 +119,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
     side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
+    check = commands.add_parser(
+        "audit", help="what the mechanism reveals, found on synthetic data, beside what it claims"
+    )
+    check.add_argument("--epsilon", type=float, default=1.0, help="budget (default: %(default)s)")
+    check.add_argument("--delta", type=float, default=1e-5, help="of 'gaussian' and DP-SGD (default: %(default)s)")
+    check.add_argument(
+        "--releases", type=int, default=1000, help="whole releases of each engine (default: %(default)s)"
+    )
+    check.add_argument("--draws", type=int, default=60_000, help="draws from one pass (default: %(default)s)")
+    check.add_argument("--seed", type=int, help="of the black boxes' noise (default: fresh)")
     cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
     cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
     cost.add_argument(
@@ -127,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(result.table())
             print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
+        elif options.command == "audit":
+            return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
         else:
             found = spent(options.ledger, options.delta)
             print(json.dumps(found, indent=1) if options.json else _spent_text(found))

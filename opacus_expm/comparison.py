@@ -488,8 +488,8 @@ class Comparison:
             if r.method != "zero-shot"
         ]
         parts = [
-            _markdown([self._metric_name(), *budgets], results),
-            _markdown(["method", "ε", "seconds", "peak MiB", "settings chosen"], costs),
+            markdown([self._metric_name(), *budgets], results),
+            markdown(["method", "ε", "seconds", "peak MiB", "settings chosen"], costs),
             "\n".join(self._conditions()),
         ]
         return "\n\n".join(parts)
@@ -1069,7 +1069,7 @@ def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose source is aligned, too."""
     lines = [list(headings), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
