@@ -1,4 +1,4 @@
-"""The command line: ``opacus-expm compare`` and ``opacus-expm epsilon``."""
+"""The command line: ``opacus-expm compare``, ``opacus-expm reproduce`` and ``opacus-expm epsilon``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from opacus_expm import tasks
 from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
+from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task
 
 
 def compared(
@@ -45,6 +46,21 @@ def compared(
         found.plot(out / f"{name}.png")
     except ImportError as error:  # the numbers are there without it
         print(f"no figure: {error}", file=sys.stderr)
+    return found
+
+
+def reproduced(
+    name: str, draws: int | None, test_records: int | None, seed: int, out: Path, quick: bool, data_dir: Path | None
+) -> Reproduction:
+    """The paper's figures of a task, with their data as JSON, in ``out``."""
+    found = reproduce_task(
+        name, draws=draws, test_records=test_records, seed=seed, quick=quick, data_dir=data_dir, out=out
+    )
+    found.to_json(out / f"{name}.json")
+    try:
+        found.plot(out)
+    except ImportError as error:  # the numbers are there without it
+        print(f"no figures: {error}", file=sys.stderr)
     return found
 
 
@@ -104,6 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
     side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
+    again = commands.add_parser("reproduce", help="the source paper's figures, with its calibration and with ours")
+    again.add_argument("task", choices=TASKS, help="sine is synthetic; the others need data")
+    again.add_argument("--draws", type=int, help="simulated candidates a point (default: 500; quick: 20)")
+    again.add_argument(
+        "--test-records", type=int, help="test records that score them (default: all; mnist: 500; quick mnist: 200)"
+    )
+    again.add_argument("--seed", type=int, default=0, help="of data, subspaces and noise (default: %(default)s)")
+    again.add_argument(
+        "--out", type=Path, help="directory for results; a run goes on there (default: reproduction-TASK)"
+    )
+    again.add_argument("--quick", action="store_true", help="few draws and records: about a minute")
+    again.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
     cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
     cost.add_argument(
@@ -126,6 +154,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.data_dir,
             )
             print(result.table())
+            print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
+        elif options.command == "reproduce":
+            out = options.out or Path(f"reproduction-{options.task}")
+            claims = reproduced(
+                options.task,
+                options.draws,
+                options.test_records,
+                options.seed,
+                out,
+                options.quick,
+                options.data_dir,
+            )
+            print(claims.table())
             print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         else:
             found = spent(options.ledger, options.delta)
