@@ -43,15 +43,14 @@ class Journal:
         return self._found.get(canonical(cell))
 
     def put(self, cell: Facts, outcome: Facts) -> Facts:
-        """Keep an outcome; what is not finite becomes None."""
-        kept: Facts = finite(outcome)
-        self._found[canonical(cell)] = kept
+        """Keep an outcome; what is not finite is null in the file."""
+        self._found[canonical(cell)] = outcome
         if self._path is not None:
-            entry = {"configuration": self._configuration, "cell": finite(cell), "outcome": kept}
+            entry = {"configuration": self._configuration, "cell": cell, "outcome": outcome}
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + json.dumps(entry) + "\n")
+                file.write("\n" * self._torn + json.dumps(finite(entry)) + "\n")
             self._torn = False
-        return kept
+        return outcome
 
 
 def canonical(value: object) -> str:

@@ -474,8 +474,8 @@ def reproduce(
         for loss, method, dim, radius in points:
             found = [simulations[loss].point(method, dim, radius, epsilon) for epsilon in EPSILONS]
             outcomes += found
-            columns = {key: tuple(f[name] for f in found) for key, name in _COLUMNS.items()}
-            curves.append(Curve(method, loss, dim, radius, EPSILONS, **columns))
+            means, stds = (tuple(math.nan if f[n] is None else f[n] for f in found) for n in ("mean", "std"))
+            curves.append(Curve(method, loss, dim, radius, EPSILONS, means, stds, tuple(f["stated"] for f in found)))
             bar.update()
     passed = [seconds for s in simulations.values() for seconds in s.pass_seconds()]
     return Reproduction(
@@ -504,9 +504,6 @@ def reproduce(
         ),
         quick=quick,
     )
-
-
-_COLUMNS = {"means": "mean", "stds": "std", "stated": "stated"}
 
 
 def _points(losses: Sequence[str], setting: Setting) -> list[tuple[str, str, int, float]]:
