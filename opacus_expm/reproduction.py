@@ -276,7 +276,8 @@ class Reproduction:
             "A SIMULATION: the candidates of a curve come from the same statistics and are not private together.",
             "The paper's bounds are read off the private data: NOT differentially private at any ε; the ledger refuses to "
             "state one.",
-            "Ours has the same k, R and λ, and takes its bounds from the public data; for one candidate the ledger states ε = "
+            "Ours has the same k, R and λ, and takes its bounds from the public data; for one candidate the ledger states "
+            + "ε = "
             + ", ".join(f"{e:g}" for e in stated)
             + f", as asked. DP-SGD has δ = {self.delta:g}.",
         ]
