@@ -393,6 +393,7 @@ def reproduce_task(
         progress: show a bar.
     """
     _check.one_of("name", name, TASKS)
+    _check.seed("seed", seed)  # before anything is trained with it
     for label, value in (("draws", draws), ("test_records", test_records)):
         if value is not None:
             _check.positive_int(label, value)
