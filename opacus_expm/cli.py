@@ -14,7 +14,7 @@ from opacus_expm import tasks
 from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
-from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task
+from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
 
 
 def compared(
@@ -52,11 +52,12 @@ def compared(
 def reproduced(
     name: str, draws: int | None, test_records: int | None, seed: int, out: Path, quick: bool, data_dir: Path | None
 ) -> Reproduction:
-    """The paper's figures of a task, with their data as JSON, in ``out``."""
+    """The paper's figures of a task, with their data as JSON and the table of claims, in ``out``."""
     found = reproduce_task(
         name, draws=draws, test_records=test_records, seed=seed, quick=quick, data_dir=data_dir, out=out
     )
     found.to_json(out / f"{name}.json")
+    (out / f"{name}.md").write_text(found.table() + "\n", encoding="utf-8")
     try:
         found.plot(out)
     except ImportError as error:  # the numbers are there without it
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     again = commands.add_parser("reproduce", help="the source paper's figures, with its calibration and with ours")
-    again.add_argument("task", choices=TASKS, help="sine is synthetic; the others need data")
+    again.add_argument("task", choices=TASKS, nargs="+", help="sine is synthetic; the others need data")
     again.add_argument("--draws", type=int, help="simulated candidates a point (default: 500; quick: 20)")
     again.add_argument(
         "--test-records", type=int, help="test records that score them (default: all; mnist: 500; quick mnist: 200)"
@@ -156,18 +157,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(result.table())
             print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         elif options.command == "reproduce":
-            out = options.out or Path(f"reproduction-{options.task}")
-            claims = reproduced(
-                options.task,
-                options.draws,
-                options.test_records,
-                options.seed,
-                out,
-                options.quick,
-                options.data_dir,
-            )
-            print(claims.table())
-            print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
+            out, found_claims = options.out, []
+            for name in options.task:
+                found_claims.append(
+                    reproduced(
+                        name,
+                        options.draws,
+                        options.test_records,
+                        options.seed,
+                        out,
+                        options.quick,
+                        options.data_dir,
+                    )
+                )
+                print(found_claims[-1].table() + "\n")
+            if len(found_claims) > 1:
+                print(summary(found_claims) + "\n")
+            print(f"written to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         else:
             found = spent(options.ledger, options.delta)
             print(json.dumps(found, indent=1) if options.json else _spent_text(found))

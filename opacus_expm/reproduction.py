@@ -169,8 +169,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and what came of it by method."""
+    """A statement of the paper, and what came of it by method.
 
+    Attributes:
+        title: the statement in short, the same for every task.
+        statement: with the task's numbers, and how it is judged.
+        findings: by method.
+    """
+
+    title: str
     statement: str
     findings: Mapping[str, Finding]
 
@@ -610,6 +617,19 @@ class _Simulations:
         }
 
 
+def summary(found: Sequence[Reproduction]) -> str:
+    """The verdicts of several tasks in one Markdown table: the paper's calibration first, then ours."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in found:
+        for claim in one.claims():
+            verdicts = " / ".join(claim.findings[m].verdict for m in METHODS)
+            rows.setdefault(claim.title, {})[one.task] = verdicts
+    names = [one.task for one in found]
+    lines = [f"| the paper says | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    lines += [f"| {title} | {' | '.join(cells.get(n, '–') for n in names)} |" for title, cells in rows.items()]
+    return "\n".join(lines)
+
+
 def drawing(method: str, regularization: float) -> dict[str, Any]:
     """How a method calibrates: arguments of ``ExpMQuadEngine.release`` and ``simulate``.
 
@@ -692,27 +712,40 @@ _NEAR = 3.0  # factor within which an ε is near another
 
 def _claims(found: Reproduction) -> tuple[Claim, ...]:
     """All claims that apply to the task."""
-    judged: list[tuple[str, Callable[[Reproduction, str], Finding]]] = [
-        ("a moderate R (0.1, 0.15) is best, on average over ε ≥ 1", _moderate_is_best),
-        (f"larger k is better (each of the larger half above each of the smaller, ε ≥ {_LARGE:g})", _larger_is_better),
+    setting = found.setting
+    judged: list[tuple[str, str, Callable[[Reproduction, str], Finding]]] = [
+        ("a moderate R is best", "a moderate R (0.1, 0.15) is best, on average over ε ≥ 1", _moderate_is_best),
+        (
+            "larger k is better",
+            f"larger k is better (each of the larger half above each of the smaller, ε ≥ {_LARGE:g})",
+            _larger_is_better,
+        ),
+        ("the mean improves with ε", "the mean improves with ε in every curve", _monotone),
+        (
+            "it beats zero-shot from about the ε said",
+            f"it beats zero-shot from ε near {setting.crossing:g} on (factor {_NEAR:g})",
+            _crossing,
+        ),
+        (
+            "it approaches non-private training",
+            f"it approaches non-private training at ε = {EPSILONS[-1]:g} ({_CLOSED:.0%} of the gap)",
+            _approaches,
+        ),
+        (
+            "DP-SGD is flat (at the paper's rate / tuned)",
+            f"DP-SGD is flat from ε = {setting.flat_from:g} on (changes below {_FLAT:.0%} of the gap)",
+            _flat,
+        ),
+        ("it overtakes tuned DP-SGD", "it overtakes DP-SGD (tuned) at the largest ε", _overtakes),
+        ("many candidates from one pass", f"{found.draws} candidates come from one pass", _one_pass),
     ]
-    if found.setting.enough is not None:
-        judged.append(
-            (f"beyond k = {found.setting.enough} little is gained (below {_FLAT:.0%} of the gap)", _enough_is_enough)
-        )
-    judged += [
-        ("the mean improves with ε in every curve", _monotone),
-        (f"it beats zero-shot from ε near {found.setting.crossing:g} on (factor {_NEAR:g})", _crossing),
-        (f"it approaches non-private training at ε = {EPSILONS[-1]:g} ({_CLOSED:.0%} of the gap)", _approaches),
-        (f"DP-SGD is flat from ε = {found.setting.flat_from:g} on (changes below {_FLAT:.0%} of the gap)", _flat),
-        ("it overtakes DP-SGD (tuned) at the largest ε", _overtakes),
-    ]
+    if setting.enough is not None:
+        text = f"beyond k = {setting.enough} little is gained (below {_FLAT:.0%} of the gap)"
+        judged.insert(2, ("a small k is enough", text, _enough_is_enough))
     if any(c.loss != found.loss for c in found.curves):
-        judged.append(
-            (f"cross-entropy is not competitive (below {_COMPETITIVE:.0%} of its gap at ε ≤ 10)", _cross_entropy)
-        )
-    judged.append((f"{found.draws} candidates come from one pass", _one_pass))
-    return tuple(Claim(text, {method: judge(found, method) for method in METHODS}) for text, judge in judged)
+        text = f"cross-entropy is not competitive (below {_COMPETITIVE:.0%} of its gap at ε ≤ 10)"
+        judged.insert(-1, ("cross-entropy is not competitive", text, _cross_entropy))
+    return tuple(Claim(title, text, {m: judge(found, m) for m in METHODS}) for title, text, judge in judged)
 
 
 def _merit(found: Reproduction, value: float) -> float:

@@ -374,6 +374,17 @@ def test_the_table_shows_every_claim_and_verdict():
     assert row.count("**yes**") == row.count("**no**") == 1
 
 
+def test_the_summary_has_a_column_a_task_and_both_verdicts():
+    failing = dataclasses.replace(made_up(dp_sgd=RISING), task="other")
+    with_loss = made_up(crossed={PAPER: FLAT, OURS: RISING})
+    lines = reproduction.summary([with_loss, failing]).splitlines()
+    assert lines[:2] == ["| the paper says | made up | other |", "|---|---|---|"]
+    assert "| a moderate R is best | yes / yes | yes / yes |" in lines
+    assert "| DP-SGD is flat (at the paper's rate / tuned) | yes / yes | yes / no |" in lines
+    assert "| cross-entropy is not competitive | yes / better | – |" in lines
+    assert len(lines) == 2 + 10
+
+
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -385,10 +396,12 @@ def test_the_command_writes_figures_data_and_table(task, tmp_path, monkeypatch, 
         assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {"cells.jsonl", "simulations.jsonl", "sine.json", "sine-radius.png", "sine-dimension.png"}
+    figures = {"sine-radius.png", "sine-dimension.png"}
+    assert names == {"cells.jsonl", "simulations.jsonl", "sine.json", "sine.md", *figures}
     written = Reproduction.from_json(tmp_path / "sine.json")
     assert (written.draws, written.test_records, written.quick) == (4, 50, False)
     assert printed.startswith(written.table())
+    assert (tmp_path / "sine.md").read_text() == written.table() + "\n"
     zero_shot = tasks.loss(task.model, TensorDataset(*(t[:50] for t in task.test.tensors)), task.criterion)
     assert written.reference("zero-shot").means[0] == pytest.approx(zero_shot, rel=1e-12)
 
