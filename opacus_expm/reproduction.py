@@ -706,7 +706,7 @@ _LARGE = 5.0  # the ε from which the paper compares dimensions
 _CLOSED = 0.8  # share of the way from zero-shot to non-private that "approaches" asks for
 _COMPETITIVE = 0.5  # and "competitive"
 _FLAT = 0.1  # and what is no more than flat
-_SLACK = 0.01  # of that way: what is no decrease
+_SLACK = 0.01  # of that way: what is no decrease, and no gain
 _NEAR = 3.0  # factor within which an ε is near another
 
 
@@ -836,7 +836,7 @@ def _monotone(found: Reproduction, method: str) -> Finding:
 
 def _crossing(found: Reproduction, method: str) -> Finding:
     curve = _best_radius(found, method, MODERATE)
-    above = [e for e, m in zip(curve.epsilons, curve.means, strict=True) if _share(found, m) > 0]
+    above = [e for e, m in zip(curve.epsilons, curve.means, strict=True) if _share(found, m) > _SLACK]
     if not above:
         return Finding("no", f"nowhere (R = {curve.radius:g})")
     first, claimed = above[0], found.setting.crossing
