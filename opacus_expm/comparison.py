@@ -55,6 +55,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check, curves
 from opacus_expm.engine import ExpMQuadEngine
+from opacus_expm.journal import Journal, canonical, finite
 from opacus_expm.model import check_module
 from opacus_expm.projection import PUBLIC_KINDS
 from opacus_expm.statistics import Statistics
@@ -300,7 +301,9 @@ def compare(
     candidates = {method: _candidates(searched[method], parameters) for method in searched}
     lab = _Lab(task)
     search, full = _Bench(_held_out(task, validation), lab, delta), _Bench(task, lab, delta)
-    journal = _Journal(None if out is None else Path(out) / _FILE, _digest(task, delta, validation))
+    journal = Journal(
+        None if out is None else Path(out) / _FILE, task_digest(task, delta, validation), _Outcome.from_facts
+    )
 
     tuned = [
         _Cell("trial", method, epsilon, _TUNING_SEED + trial, settings)
@@ -317,7 +320,9 @@ def compare(
         def run(bench: _Bench, cells: list[_Cell]) -> dict[str, _Outcome]:
             found = {}
             for cell in sorted(cells, key=_Cell.order):  # cells that share a pass come together; otherwise as listed
-                found[cell.key()] = journal.get(cell) or journal.put(cell, bench.run(cell))
+                facts = dataclasses.asdict(cell)
+                kept = journal.get(facts) or journal.put(facts, dataclasses.asdict(bench.run(cell)))
+                found[cell.key()] = _Outcome.from_facts(kept)
                 bar.update()
             return found
 
@@ -530,7 +535,7 @@ class Comparison:
                 "the pretraining only."
             )
         if self.search:
-            tried = {m: len({_canonical(c.settings) for c in self.search if c.method == m}) for m in LABELS}
+            tried = {m: len({canonical(c.settings) for c in self.search if c.method == m}) for m in LABELS}
             counts = ", ".join(f"{LABELS[m]}: {count}" for m, count in tried.items() if count)
             runs = "1 run each" if self.trials == 1 else f"{self.trials} runs each"
             lines.append(
@@ -547,14 +552,12 @@ class Comparison:
             writer.writerow(_COLUMNS)
             for r in self.rows:
                 numbers = [r.mean, r.std, len(r.values), int(r.simulated), r.seconds, r.memory]
-                writer.writerow(
-                    [self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, _canonical(r.settings)]
-                )
+                writer.writerow([self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, canonical(r.settings)])
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Write everything."""
         content = {"format": 1, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(_finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Comparison:
@@ -666,6 +669,11 @@ class _Outcome:
     def __post_init__(self) -> None:
         _check_measured(self)
 
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> _Outcome:
+        """As the journal has it."""
+        return cls(**{**facts, "values": _numbers(facts["values"])})
+
 
 @dataclass(frozen=True)
 class _Cell:
@@ -680,13 +688,13 @@ class _Cell:
 
     def key(self) -> str:
         """The cell in one line."""
-        return _canonical(dataclasses.asdict(self))
+        return canonical(dataclasses.asdict(self))
 
     def shared(self) -> str:
         """The pass over the data that the cell draws from, empty where it has none to share."""
         if not self.method.startswith("expm") or self.settings.get("rounds", 1) != 1:
             return ""
-        return _canonical([self.seed, _gathering(self.settings)])
+        return canonical([self.seed, _gathering(self.settings)])
 
     def order(self) -> tuple[int, str]:
         """Sorts cells so that those of one pass are neighbours."""
@@ -708,7 +716,7 @@ class _Lab:
         """What the public curvature costs, where the settings need it; the engine computes it once and keeps it."""
         if settings.get("projection") not in PUBLIC_KINDS:
             return _Cost(0.0)
-        key = _canonical([settings.get(name) for name in ("projection", "proj_dim", "public_rank")])
+        key = canonical([settings.get(name) for name in ("projection", "proj_dim", "public_rank")])
         if key not in self._prepared:
             options = {**_gathering(settings), **data, "max_grad_norm": 1.0, "max_curvature": 0.0}
             x, y = next(iter(self.public_loader))
@@ -803,51 +811,11 @@ class _Bench:
         return _Outcome(values, cost.seconds, cost.memory, cell.draws > 1)
 
 
-class _Journal:
-    """Finished cells, one JSON line each, under a configuration's digest; in memory only without a path."""
-
-    def __init__(self, path: Path | None, configuration: str):
-        self._path, self._configuration = path, configuration
-        self._found: dict[str, _Outcome] = {}
-        self._torn = False
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-        self._torn = lines[-1] != ""  # an interrupted write; what follows starts on a line of its own
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                if entry["configuration"] == configuration:
-                    outcome = {**entry["outcome"], "values": _numbers(entry["outcome"]["values"])}
-                    self._found[_canonical(entry["cell"])] = _Outcome(**outcome)
-            except (KeyError, OverflowError, RecursionError, TypeError, ValueError):  # damaged: the cell runs again
-                continue
-
-    def get(self, cell: _Cell) -> _Outcome | None:
-        """The outcome of a finished cell."""
-        return self._found.get(cell.key())
-
-    def put(self, cell: _Cell, outcome: _Outcome) -> _Outcome:
-        """Keep an outcome."""
-        self._found[cell.key()] = outcome
-        if self._path is not None:
-            entry = {
-                "configuration": self._configuration,
-                "cell": dataclasses.asdict(cell),
-                "outcome": dataclasses.asdict(outcome),
-            }
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + json.dumps(_finite(entry)) + "\n")
-            self._torn = False
-        return outcome
-
-
-def _digest(task: Task, delta: float, validation: float) -> str:
-    """What a finished cell depends on beside its own key."""
+def task_digest(task: Task, *facts: object) -> str:
+    """Of the version, a task's data and model, and whatever else the cells depend on."""
     digest = hashlib.sha256()
-    facts = [version("opacus-expm"), task.name, task.metric, delta, validation]
-    digest.update(_canonical([*facts, repr(task.model), repr(task.criterion)]).encode())
+    named = [version("opacus-expm"), task.name, task.metric, *facts]
+    digest.update(canonical([*named, repr(task.model), repr(task.criterion)]).encode())
     tensors = {**task.model.state_dict(), **{f"criterion.{k}": v for k, v in task.criterion.state_dict().items()}}
     for name in ("public", "private", "test"):
         tensors.update({f"{name}.{i}": t for i, t in enumerate(_tensors(name, getattr(task, name)))})
@@ -911,7 +879,7 @@ def _candidates(grids: Sequence[Grid], parameters: int) -> list[Settings]:
             settings = dict(zip(grid, values, strict=True))
             if settings.get("proj_dim") is not None and settings["proj_dim"] >= parameters:
                 settings["proj_dim"] = None
-            found.setdefault(_canonical(settings), settings)
+            found.setdefault(canonical(settings), settings)
     return list(found.values())
 
 
@@ -1013,20 +981,6 @@ def _checked_seeds(seeds: object) -> tuple[int, ...]:
             raise ValueError(f"seeds must hold at least one number, each once, got {seeds!r}")
         return found
     return tuple(range(_check.positive_int("seeds", seeds)))
-
-
-def _canonical(value: object) -> str:
-    """JSON in one spelling."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null in place of numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
