@@ -1,9 +1,9 @@
 """The files behind the experiments: where they are looked for, how they are downloaded, and how they are read.
 
-A data directory holds ``mnist/``, ``physionet2012/`` and ``eicu_demo/``, each with the files of its publisher, gzip or
-not. A file is looked for in the directory given by the caller, in the one named by ``OPACUS_EXPM_DATA`` and in the
-cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them it is downloaded to the cache
-and its SHA-256 is checked. Files that are already there are read as they are.
+A data directory holds ``mnist/``, ``physionet2012/``, ``eicu_demo/`` and ``sms_spam/``, each with the files of its
+publisher, gzip or not. A file is looked for in the directory given by the caller, in the one named by
+``OPACUS_EXPM_DATA`` and in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them
+it is downloaded to the cache and its SHA-256 is checked. Files that are already there are read as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import os
 import tarfile
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -112,6 +113,14 @@ EICU_DEMO = (
     ),
 )
 
+# Of the archive, compressed; the one that other public loaders of this data set check.
+SMS_SPAM = File(
+    "sms_spam/SMSSpamCollection",
+    ("https://archive.ics.uci.edu/static/public/228/sms+spam+collection.zip",),
+    "1587ea43e58e82b14ff1f5425c88e17f8496bfcdb67a583dbff9eefaf9963ce3",
+    packed=True,
+)
+
 
 def cache_dir() -> Path:
     """Where downloads, parsed tables and pretrained weights are kept."""
@@ -202,8 +211,15 @@ def _decompressed(content: bytes, name: object) -> bytes:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file, decompressed if it is gzip."""
-    return _decompressed(path.read_bytes(), path)
+    """The content of a file, decompressed if it is gzip; of a zip archive, the member that has the file's name."""
+    content = path.read_bytes()
+    if not content.startswith(b"PK\x03\x04"):
+        return _decompressed(content, path)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.read(path.name)
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no sound zip archive of {path.name}: {error}") from error
 
 
 # --- MNIST -----------------------------------------------------------------------------------------------------------
@@ -237,6 +253,23 @@ def mnist(data_dir: AnyPath | None = None) -> tuple[npt.NDArray[np.uint8], ...]:
                 f"{path} must hold images of 28 × 28 with one label each, got {images.shape} and labels {labels.shape}"
             )
     return arrays
+
+
+# --- text messages ---------------------------------------------------------------------------------------------------
+
+
+def sms_spam(data_dir: AnyPath | None = None) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """The SMS Spam Collection: 5,574 messages in English, and whether each is spam, in the published order.
+
+    Some messages occur more than once.
+    """
+    path = find(SMS_SPAM, data_dir)
+    lines = _text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    rows = [line.split("\t", 1) for line in lines]
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2 or row[0] not in ("ham", "spam"):
+            raise ValueError(f"{path}, line {number} must be 'ham' or 'spam', a tab and a message, got {row[0][:20]!r}")
+    return [message for _, message in rows], np.array([label == "spam" for label, _ in rows])
 
 
 # --- clinical tables -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import tarfile
 import threading
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,66 @@ def test_mnist_needs_a_label_for_each_image(tmp_path):
     put(tmp_path / "mnist/t10k-labels-idx1-ubyte", idx(labels))
     with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz must hold images of 28 × 28 with one label each"):
         datasets.mnist(tmp_path)
+
+
+# --- text messages ---------------------------------------------------------------------------------------------------
+
+MESSAGES = "ham\tOk lar\nspam\tWIN\ta prize\u2028now\nham\tOk lar\n".encode()
+
+
+def zipped(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        MESSAGES,
+        MESSAGES.replace(b"\n", b"\r\n"),
+        gzip.compress(MESSAGES),
+        zipped(readme=b"no message", SMSSpamCollection=MESSAGES),  # as published
+    ],
+    ids=["plain", "crlf", "gzip", "zip"],
+)
+def test_messages_and_labels(tmp_path, content):
+    put(tmp_path / "sms_spam/SMSSpamCollection", content)
+    messages, spam = datasets.sms_spam(tmp_path)
+    assert messages == ["Ok lar", "WIN\ta prize\u2028now", "Ok lar"]
+    assert spam.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            MESSAGES + b"eggs\tOk\n",
+            r"SMSSpamCollection, line 4 must be 'ham' or 'spam', a tab and a message, got 'eggs'",
+        ),
+        (MESSAGES + b"spam", r"line 4 must be 'ham' or 'spam'"),
+        (b"", r"line 1 must be 'ham' or 'spam'"),
+        (zipped(readme=MESSAGES), r"SMSSpamCollection is no sound zip archive of SMSSpamCollection"),
+        (zipped(SMSSpamCollection=MESSAGES)[:-30], r"SMSSpamCollection is no sound zip archive"),
+    ],
+    ids=["label", "no tab", "empty", "other member", "cut off"],
+)
+def test_other_files_are_no_messages(tmp_path, content, message):
+    put(tmp_path / "sms_spam/SMSSpamCollection", content)
+    with pytest.raises(ValueError, match=message):
+        datasets.sms_spam(tmp_path)
+
+
+def test_published_messages(real_data):
+    if not (real_data / "sms_spam").is_dir():
+        pytest.skip("needs the published messages in sms_spam/")
+    messages, spam = datasets.sms_spam(real_data)
+    assert (len(messages), int(spam.sum())) == (5574, 747)
+    text = "".join(f"{'spam' if s else 'ham'}\t{m}\n" for m, s in zip(messages, spam, strict=True))
+    published = "7d039a24a6083ed9ef0f806ebad56bbb976e3aeb8de05669173bfdc4996c239d"  # of the member of the archive
+    assert hashlib.sha256(text.encode()).hexdigest() == published
 
 
 # --- eICU ------------------------------------------------------------------------------------------------------------
