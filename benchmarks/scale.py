@@ -214,7 +214,7 @@ def estimate(found: dict[str, dict]) -> dict:
     )
     print(f"{n:.0e} records, {p:.0e} parameters, one position a record")
     print(
-        f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum, s':>12} {'map, GB':>8} {'S, MB':>6} {'sent, MB':>9}"
+        f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map, GB':>8} {'S, MB':>6} {'sent, MB':>9}"
     )
     rows_out = []
     for dim in ESTIMATE["dims"]:
@@ -226,7 +226,7 @@ def estimate(found: dict[str, dict]) -> dict:
             }  # fmt: skip
             rows_out.append(row)
             print(
-                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:12.1f} {row['map_gb']:8.0f} "
+                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:8.0f} "
                 f"{row['s_mb']:6.0f} {row['sent_mb']:9.1f}"
             )
     return {"forward": f, "row": g, "update": h, "spectrum": e, "table": rows_out}
