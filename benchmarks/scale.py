@@ -31,7 +31,7 @@ RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 64, 20_000_0
 DIM = 400
 DIMS = (100, 400, 1000, 2000, 4000)
 DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
-ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000), "rows": (1, 9)}
+ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000)}
 
 
 def cpu_seconds(action):
@@ -198,38 +198,39 @@ def print_dimensions(found: dict[str, dict]) -> None:
 def estimate(found: dict[str, dict]) -> dict:
     """Core hours, memory and traffic for 10⁹ records and parameters, each unit cost from the largest measured size.
 
-    With f the cost of a forward pass and g that of a row (backward, per-sample gradient, projection), both per record
-    and parameter used at one position, and h that of a row of S per k²: records · (p·(f + rows·g) + rows·k²·h) + k³·e.
-    A model that uses its parameters at T positions of a record pays f and the backward part of g up to T times.
+    With u_r the cost of a record with r rows per parameter that is used at one position (forward, and r times backward,
+    per-sample gradient and projection), h that of a row of S per k², and e that of the eigendecomposition per k³:
+
+        records · (p·u_r + r·k²·h) + k³·e.
+
+    A model that uses its parameters at T positions of a record (tokens) pays the forward and backward part T times.
     """
-    size = max(WIDTHS)
-    exact, gradient = found[f"parameters {size} 1"], found[f"parameters {size} 0"]
-    g = (exact["per_record"] - gradient["per_record"]) / (exact["rows"] - gradient["rows"]) / exact["p"]
-    f = gradient["per_record"] / gradient["p"] - g
+    unit = {
+        row["rows"]: row["per_record"] / row["p"]
+        for row in (found[f"parameters {max(WIDTHS)} {curvature}"] for curvature in (0, 1))
+    }
     top = found[f"dimensions {max(DIMS)}"]
     h, e = top["update"] / top["k"] ** 2, top["spectrum"] / top["k"] ** 3
     n, p = ESTIMATE["records"], ESTIMATE["parameters"]
-    print(
-        f"per record and parameter: forward {1e9 * f:.2f} ns, a row {1e9 * g:.2f} ns; a row of S {1e12 * h:.0f} ps · k²"
-    )
-    print(f"{n:.0e} records, {p:.0e} parameters, one position a record")
-    print(
-        f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map, GB':>8} {'S, MB':>6} {'sent, MB':>9}"
-    )
-    rows_out = []
+    print(f"{n:.0e} records, {p:.0e} parameters, one position a record; unit costs:")
+    costs = ", ".join(f"{1e9 * cost:.1f} ns with {rows} row(s)" for rows, cost in unit.items())
+    print(f"a record and parameter {costs}; a row of S {1e12 * h:.0f} ps · k²; eigenvectors {1e12 * e:.0f} ps · k³")
+    print(f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map':>6} {'S':>7} {'sent':>7}")
+    table = []
     for dim in ESTIMATE["dims"]:
-        for rows in ESTIMATE["rows"]:
-            network, update = n * p * (f + rows * g) / 3600, n * rows * dim**2 * h / 3600
+        for rows, cost in unit.items():
+            update = n * rows * dim**2 * h / 3600
             row = {
-                "k": dim, "rows": rows, "core_hours": network + update, "of_s": update, "spectrum": e * dim**3,
-                "map_gb": 8 * p / 1e9, "s_mb": 8 * dim**2 / 2**20, "sent_mb": 8 * (dim + dim * (dim + 1) / 2) / 2**20,
+                "k": dim, "rows": rows, "core_hours": n * p * cost / 3600 + update, "of_s": update,
+                "spectrum": e * dim**3, "map_gb": 8 * p / 1e9, "s_mb": 8 * dim**2 / 1e6,
+                "sent_mb": 8 * (dim + dim * (dim + 1) / 2) / 1e6,
             }  # fmt: skip
-            rows_out.append(row)
+            table.append(row)
             print(
-                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:8.0f} "
-                f"{row['s_mb']:6.0f} {row['sent_mb']:9.1f}"
+                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:3.0f} GB "
+                f"{row['s_mb']:4.0f} MB {row['sent_mb']:4.0f} MB"
             )
-    return {"forward": f, "row": g, "update": h, "spectrum": e, "table": rows_out}
+    return {"record_and_parameter": unit, "update": h, "spectrum": e, "table": table}
 
 
 def main() -> None:
