@@ -2,8 +2,8 @@
 
 A data directory holds ``mnist/``, ``physionet2012/``, ``eicu_demo/`` and ``sms_spam/``, each with the files of its
 publisher, gzip or not. A file is looked for in the directory given by the caller, in the one named by
-``OPACUS_EXPM_DATA`` and in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them
-it is downloaded to the cache and its SHA-256 is checked. Files that are already there are read as they are.
+``OPACUS_EXPM_DATA`` and in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them it
+is downloaded to the cache and its SHA-256 is checked. Files that are already there are read as they are.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class File:
         urls: where to get it, in order of preference.
         sha256: digest of the content, decompressed if the file is gzip.
         packed: the digest is of the file as it is downloaded, compressed.
+        member: what is downloaded is a zip archive, and the file is this member of it.
     """
 
     name: str
     urls: tuple[str, ...]
     sha256: str
     packed: bool = False
+    member: str | None = None
 
 
 def _mnist(name: str, sha256: str) -> File:
@@ -113,12 +115,12 @@ EICU_DEMO = (
     ),
 )
 
-# Of the archive, compressed; the one that other public loaders of this data set check.
+# Of the text as published; several public loaders give the same digest.
 SMS_SPAM = File(
     "sms_spam/SMSSpamCollection",
     ("https://archive.ics.uci.edu/static/public/228/sms+spam+collection.zip",),
-    "1587ea43e58e82b14ff1f5425c88e17f8496bfcdb67a583dbff9eefaf9963ce3",
-    packed=True,
+    "7d039a24a6083ed9ef0f806ebad56bbb976e3aeb8de05669173bfdc4996c239d",
+    member="SMSSpamCollection",
 )
 
 
@@ -166,7 +168,7 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
         if url.endswith(".gz"):
             target = target.with_name(target.name + ".gz")
         try:
-            download(url, target, file.sha256, packed=file.packed)
+            download(url, target, file.sha256, packed=file.packed, member=file.member)
         except (OSError, ValueError, http.client.HTTPException) as error:
             failures.append(f"{url}: {error}")
         else:
@@ -178,7 +180,7 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
     )
 
 
-def download(url: str, path: Path, sha256: str, *, packed: bool = False) -> None:
+def download(url: str, path: Path, sha256: str, *, packed: bool = False, member: str | None = None) -> None:
     """Download to ``path``, unless the SHA-256 is another one: then nothing is left behind.
 
     Args:
@@ -186,14 +188,17 @@ def download(url: str, path: Path, sha256: str, *, packed: bool = False) -> None
         path: what to write; its directory is made.
         sha256: the digest, in hexadecimal.
         packed: of the bytes as they come; by default a gzip file is decompressed first.
+        member: take this member out of the zip archive that comes; digest and ``path`` are the member's.
 
     Raises:
         OSError: the download failed or ended early.
-        ValueError: the digest does not match.
+        ValueError: the digest does not match, or the archive is not one with that member.
     """
     request = urllib.request.Request(url, headers={"User-Agent": "opacus-expm"})
     with urllib.request.urlopen(request, timeout=60) as response:
         content = response.read()
+    if member is not None:
+        content = _member(content, member)
     found = hashlib.sha256(content if packed else _decompressed(content, url)).hexdigest()
     if found != sha256:
         raise ValueError(f"SHA-256 must be {sha256}, got {found}")
@@ -210,16 +215,18 @@ def _decompressed(content: bytes, name: object) -> bytes:
         raise ValueError(f"{name} is no sound gzip file: {error}") from error
 
 
-def read(path: Path) -> bytes:
-    """The content of a file, decompressed if it is gzip; of a zip archive, the member that has the file's name."""
-    content = path.read_bytes()
-    if not content.startswith(b"PK\x03\x04"):
-        return _decompressed(content, path)
+def _member(archive: bytes, name: str) -> bytes:
+    """One file of a zip archive."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return archive.read(path.name)
-    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no sound zip archive of {path.name}: {error}") from error
+        with zipfile.ZipFile(io.BytesIO(archive)) as members:
+            return members.read(name)
+    except (zipfile.BadZipFile, KeyError, zlib.error) as error:
+        raise ValueError(f"what came is no sound zip archive with {name!r} inside: {error}") from error
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, decompressed if it is gzip."""
+    return _decompressed(path.read_bytes(), path)
 
 
 # --- MNIST -----------------------------------------------------------------------------------------------------------
@@ -259,17 +266,27 @@ def mnist(data_dir: AnyPath | None = None) -> tuple[npt.NDArray[np.uint8], ...]:
 
 
 def sms_spam(data_dir: AnyPath | None = None) -> tuple[list[str], npt.NDArray[np.bool_]]:
-    """The SMS Spam Collection: 5,574 messages in English, and whether each is spam, in the published order.
+    """The UCI SMS Spam Collection (CC BY 4.0): 5,574 messages and whether each is spam, in the order of the file.
 
-    Some messages occur more than once.
+    Some messages occur more than once. A split into a public and a private part, or into training and test, should keep
+    equal messages on one side.
+
+    Raises:
+        ValueError: a line that is not ``ham`` or ``spam``, a tab and a message.
     """
     path = find(SMS_SPAM, data_dir)
-    lines = _text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
-    rows = [line.split("\t", 1) for line in lines]
-    for number, row in enumerate(rows, 1):
-        if len(row) != 2 or row[0] not in ("ham", "spam"):
-            raise ValueError(f"{path}, line {number} must be 'ham' or 'spam', a tab and a message, got {row[0][:20]!r}")
-    return [message for _, message in rows], np.array([label == "spam" for label, _ in rows])
+    texts, spam = [], []
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # a message may hold other line separators
+        if not line.strip():
+            continue
+        label, tab, text = line.rstrip("\r").partition("\t")
+        if label not in ("ham", "spam") or not tab:
+            raise ValueError(f"{path}, line {number} must be 'ham' or 'spam', a tab and a message")
+        texts.append(text)
+        spam.append(label == "spam")
+    if not texts:
+        raise ValueError(f"{path} must hold messages, got none")
+    return texts, np.array(spam)
 
 
 # --- clinical tables -------------------------------------------------------------------------------------------------

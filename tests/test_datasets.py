@@ -14,9 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from opacus_expm import datasets
 from opacus_expm.datasets import VARIABLES, File
@@ -141,6 +138,39 @@ def test_a_digest_can_be_of_the_packed_file(cache, server):
     assert (cache / "name").read_bytes() == content
 
 
+def zipped(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def test_a_member_of_a_zip_archive_is_kept_alone(cache, server):
+    url, served = server
+    content = zipped(readme=b"about", wanted=CONTENT)
+    served["/all.zip"] = content, len(content)
+    path = datasets.find(File("kind/name.txt", (url + "all.zip",), DIGEST, member="wanted"))
+    assert path.read_bytes() == CONTENT
+    assert files_in(cache) == ["kind/name.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (zipped(wanted=b"other"), f"SHA-256 must be {DIGEST}, got"),
+        (zipped(readme=CONTENT), "no sound zip archive with 'wanted' inside"),
+        (zipped(wanted=CONTENT)[:40], "no sound zip archive with 'wanted' inside"),
+    ],
+)
+def test_a_zip_archive_that_came_wrong_leaves_nothing(cache, server, content, reason):
+    url, served = server
+    served["/all.zip"] = content, len(content)
+    with pytest.raises(FileNotFoundError, match=reason):
+        datasets.find(File("kind/name.txt", (url + "all.zip",), DIGEST, member="wanted"))
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize(
     ("content", "missing", "reason"),
     [
@@ -193,117 +223,6 @@ def test_published_files_have_the_digests_that_are_checked(real_data):
     listed = [*datasets.MNIST, *datasets.EICU_DEMO, *(outcomes for _, outcomes in datasets.PHYSIONET2012.values())]
     for file in listed:
         assert hashlib.sha256(datasets.read(datasets.find(file, real_data))).hexdigest() == file.sha256, file.name
-
-
-# --- MNIST -----------------------------------------------------------------------------------------------------------
-
-
-def idx(array):
-    """An array as an IDX file."""
-    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes() + array.tobytes()
-
-
-def write_mnist(directory, train=60, test=30, seed=0):
-    """Random images whose brightest quarter tells the label; returns training images and labels."""
-    generator = np.random.default_rng(seed)
-    for name, count in (("t10k", test), ("train", train)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = generator.integers(0, 100, (count, 28, 28), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[2 * label : 2 * label + 9] += 150
-        put(directory / f"mnist/{name}-images-idx3-ubyte.gz", gzip.compress(idx(images)))
-        put(directory / f"mnist/{name}-labels-idx1-ubyte", idx(labels))
-    return images, labels
-
-
-@given(arrays.arrays(np.uint8, arrays.array_shapes(max_dims=4, min_side=0, max_side=4)), st.booleans())
-def test_idx_round_trip(tmp_path_factory, array, compress):
-    content = idx(array)
-    path = put(tmp_path_factory.mktemp("idx") / "file", gzip.compress(content, mtime=0) if compress else content)
-    found = datasets.idx(path)
-    assert found.dtype == np.uint8
-    assert np.array_equal(found, array)
-    for wrong in (content + b"\0", content[:-1]):
-        path.write_bytes(wrong)
-        with pytest.raises(ValueError, match="file must"):
-            datasets.idx(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\0\0", b"\0\0\x0d\1\0\0\0\0", b"<html>"])
-def test_other_files_are_no_idx(tmp_path, content):
-    with pytest.raises(ValueError, match=r"file must be an IDX file of bytes, which starts with 00 00 08, got"):
-        datasets.idx(put(tmp_path / "file", content))
-
-
-def test_mnist_needs_a_label_for_each_image(tmp_path):
-    images, labels = write_mnist(tmp_path)
-    found = datasets.mnist(tmp_path)
-    assert [array.shape for array in found] == [(60, 28, 28), (60,), (30, 28, 28), (30,)]
-    assert np.array_equal(found[0], images)
-    assert np.array_equal(found[1], labels)
-    put(tmp_path / "mnist/t10k-labels-idx1-ubyte", idx(labels))
-    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz must hold images of 28 × 28 with one label each"):
-        datasets.mnist(tmp_path)
-
-
-# --- text messages ---------------------------------------------------------------------------------------------------
-
-MESSAGES = "ham\tOk lar\nspam\tWIN\ta prize\u2028now\nham\tOk lar\n".encode()
-
-
-def zipped(**members):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        MESSAGES,
-        MESSAGES.replace(b"\n", b"\r\n"),
-        gzip.compress(MESSAGES),
-        zipped(readme=b"no message", SMSSpamCollection=MESSAGES),  # as published
-    ],
-    ids=["plain", "crlf", "gzip", "zip"],
-)
-def test_messages_and_labels(tmp_path, content):
-    put(tmp_path / "sms_spam/SMSSpamCollection", content)
-    messages, spam = datasets.sms_spam(tmp_path)
-    assert messages == ["Ok lar", "WIN\ta prize\u2028now", "Ok lar"]
-    assert spam.tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            MESSAGES + b"eggs\tOk\n",
-            r"SMSSpamCollection, line 4 must be 'ham' or 'spam', a tab and a message, got 'eggs'",
-        ),
-        (MESSAGES + b"spam", r"line 4 must be 'ham' or 'spam'"),
-        (b"", r"line 1 must be 'ham' or 'spam'"),
-        (zipped(readme=MESSAGES), r"SMSSpamCollection is no sound zip archive of SMSSpamCollection"),
-        (zipped(SMSSpamCollection=MESSAGES)[:-30], r"SMSSpamCollection is no sound zip archive"),
-    ],
-    ids=["label", "no tab", "empty", "other member", "cut off"],
-)
-def test_other_files_are_no_messages(tmp_path, content, message):
-    put(tmp_path / "sms_spam/SMSSpamCollection", content)
-    with pytest.raises(ValueError, match=message):
-        datasets.sms_spam(tmp_path)
-
-
-def test_published_messages(real_data):
-    if not (real_data / "sms_spam").is_dir():
-        pytest.skip("needs the published messages in sms_spam/")
-    messages, spam = datasets.sms_spam(real_data)
-    assert (len(messages), int(spam.sum())) == (5574, 747)
-    text = "".join(f"{'spam' if s else 'ham'}\t{m}\n" for m, s in zip(messages, spam, strict=True))
-    published = "7d039a24a6083ed9ef0f806ebad56bbb976e3aeb8de05669173bfdc4996c239d"  # of the member of the archive
-    assert hashlib.sha256(text.encode()).hexdigest() == published
 
 
 # --- eICU ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,262 @@
+"""How time and memory grow with the number of parameters p and of subspace dimensions k, and what 10⁹ of both would cost.
+
+    python benchmarks/scale.py [parameters dimensions estimate] --log scale.jsonl [--out scale.json]
+
+Each measurement runs in a process of its own, with one thread, is appended to the log as one line and not made again.
+Times are CPU seconds, memory is the peak resident set above that of the imports.
+
+* ``parameters``: passes of the engine over random records, for a residual perceptron of four square layers and 10
+  outputs, sparse projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row).
+* ``dimensions``: k from 100 to 4,000 for 100,000 parameters: the pass with exact curvature, the eigendecomposition, a draw.
+* ``estimate``: a paper estimate for 10⁹ records and 10⁹ parameters from unit costs of the two tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+
+sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
+
+OUTPUTS = 10
+BATCH = 32
+WIDTHS = {10_000: 49, 100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
+RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 64, 20_000_000: 64}
+DIM = 400
+DIMS = (100, 400, 1000, 2000, 4000)
+DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
+ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000)}
+
+
+def cpu_seconds(action):
+    """What an action returns, and its CPU seconds."""
+    begin = time.process_time()
+    result = action()
+    return result, time.process_time() - begin
+
+
+def peak_mb() -> float:
+    """Peak resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def perceptron(parameters: int, records: int):
+    """A residual perceptron of about that many parameters, and random records for it."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Residual(nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x):
+            return x + torch.relu(self.linear(x))
+
+    torch.manual_seed(0)
+    width = WIDTHS[parameters]
+    model = nn.Sequential(*[Residual(width) for _ in range(4)], nn.Linear(width, OUTPUTS))
+    data = TensorDataset(torch.randn(records, width), torch.randint(OUTPUTS, (records,)))
+    return model, DataLoader(data, batch_size=BATCH)
+
+
+def gather(model, loader, dim: int, **options):
+    """One pass of the engine."""
+    import torch
+
+    from opacus_expm import ExpMQuadEngine
+
+    bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
+    return ExpMQuadEngine().gather(
+        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection="sparse", projection_seed=0,
+        grad_sample_mode="hooks", progress=False, **bounds,
+    )  # fmt: skip
+
+
+def parameters(size: int, curvature: int) -> dict:
+    """A pass over random records, and what is paid once: copies of the model, the map, the check of the hooks."""
+    model, loader = perceptron(size, RECORDS[size])
+    empty = peak_mb()
+    options = {} if curvature else {"max_curvature": 0.0}
+    _, once = cpu_seconds(lambda: gather(model, first_batch(loader), DIM, **options))
+    _, seconds = cpu_seconds(lambda: gather(model, loader, DIM, **options))
+    per_record = (seconds - once) / (RECORDS[size] - BATCH)
+    return {
+        "p": sum(p.numel() for p in model.parameters()), "rows": OUTPUTS - 1 if curvature else 1,
+        "per_record": per_record, "once": once - BATCH * per_record, "mb": peak_mb() - empty,
+    }  # fmt: skip
+
+
+def first_batch(loader):
+    """A loader of the first batch alone."""
+    from torch.utils.data import DataLoader, Subset
+
+    return DataLoader(Subset(loader.dataset, range(BATCH)), batch_size=BATCH)
+
+
+def dimensions(dim: int) -> dict:
+    """A pass with exact curvature, the eigendecomposition and one draw."""
+    import numpy as np
+
+    from opacus_expm.sampling import Exact
+
+    model, loader = perceptron(DIM_PARAMETERS, DIM_RECORDS)
+    empty = peak_mb()
+    statistics, seconds = cpu_seconds(lambda: gather(model, loader, dim))
+    pass_mb = peak_mb() - empty
+    density, spectrum = cpu_seconds(lambda: statistics.density(1.0, 0.5, 1.0))
+    _, draw = cpu_seconds(lambda: Exact().sample(density, np.random.default_rng(0)))
+    return {
+        "k": dim, "rows": DIM_RECORDS * (OUTPUTS - 1), "pass": seconds, "pass_mb": pass_mb, "spectrum": spectrum,
+        "draw": draw, "mb": peak_mb() - empty, "update": update_seconds(dim),
+    }  # fmt: skip
+
+
+def update_seconds(dim: int) -> float:
+    """Of one row in the symmetric update of S."""
+    import torch
+
+    from opacus_expm.symmetric import SymmetricSum
+
+    total, rows = SymmetricSum(dim, torch.device("cpu")), torch.randn(288, dim, dtype=torch.float64)
+    total.add(rows)
+    repeats = max(2, int(2e9 / (dim**2 * len(rows))))
+    _, seconds = cpu_seconds(lambda: [total.add(rows) for _ in range(repeats)])
+    return seconds / (repeats * len(rows))
+
+
+ITEMS = {
+    "parameters": [f"parameters {size} {curvature}" for size in WIDTHS for curvature in (1, 0)],
+    "dimensions": [f"dimensions {dim}" for dim in DIMS],
+}
+MEASURES = {"parameters": parameters, "dimensions": dimensions}
+
+
+def run_one(item: str) -> dict:
+    """Measure one item in this process."""
+    import torch
+
+    import opacus_expm  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kind, *arguments = item.split()
+    return {"item": item, **MEASURES[kind](*map(int, arguments))}
+
+
+def measure(names: list[str], log: str) -> dict[str, dict]:
+    """All items of these parts: from the log, or in processes of their own."""
+    found: dict[str, dict] = {}
+    if os.path.exists(log):
+        with open(log) as file:
+            found = {row["item"]: row for row in map(json.loads, file)}
+    for item in [item for name in names for item in ITEMS[name]]:
+        if item in found:
+            continue
+        done = subprocess.run(
+            [sys.executable, __file__, "--log", log, "--one", item], stdout=subprocess.PIPE, text=True, check=True
+        )
+        found[item] = json.loads(done.stdout.strip().splitlines()[-1])
+        with open(log, "a") as file:
+            file.write(json.dumps(found[item]) + "\n")
+    return found
+
+
+def print_parameters(found: dict[str, dict]) -> None:
+    """Time and memory by p."""
+    print(f"sparse projection, k = {DIM}, {OUTPUTS} outputs, batch {BATCH}")
+    print(f"{'p':>12} {'exact ms/record':>16} {'MB':>6} {'gradient ms/record':>19} {'MB':>6} {'once, s':>8}")
+    for size in WIDTHS:
+        exact, gradient = found[f"parameters {size} 1"], found[f"parameters {size} 0"]
+        print(
+            f"{exact['p']:12,} {1e3 * exact['per_record']:16.2f} {exact['mb']:6.0f} {1e3 * gradient['per_record']:19.2f} "
+            f"{gradient['mb']:6.0f} {exact['once']:8.2f}"
+        )
+
+
+def print_dimensions(found: dict[str, dict]) -> None:
+    """Time and memory by k."""
+    print(f"p = {DIM_PARAMETERS:,}, {DIM_RECORDS} records with {OUTPUTS - 1} rows each, batch {BATCH}; S is one matrix")
+    print(
+        f"{'k':>6} {'S, MB':>6} {'pass, s':>8} {'MB':>6} {'µs/row of S':>12} {'spectrum, s':>12} {'draw, s':>8} {'MB':>6}"
+    )
+    for dim in DIMS:
+        row = found[f"dimensions {dim}"]
+        print(
+            f"{dim:6} {8 * dim**2 / 2**20:6.0f} {row['pass']:8.1f} {row['pass_mb']:6.0f} {1e6 * row['update']:12.1f} "
+            f"{row['spectrum']:12.2f} {row['draw']:8.3f} {row['mb']:6.0f}"
+        )
+
+
+def estimate(found: dict[str, dict]) -> dict:
+    """Core hours, memory and traffic for 10⁹ records and parameters, each unit cost from the largest measured size.
+
+    With u_r the cost of a record with r rows per parameter that is used at one position (forward, and r times backward,
+    per-sample gradient and projection), h that of a row of S per k², and e that of the eigendecomposition per k³:
+
+        records · (p·u_r + r·k²·h) + k³·e.
+
+    A model that uses its parameters at T positions of a record (tokens) pays the forward and backward part T times.
+    """
+    unit = {
+        row["rows"]: row["per_record"] / row["p"]
+        for row in (found[f"parameters {max(WIDTHS)} {curvature}"] for curvature in (0, 1))
+    }
+    top = found[f"dimensions {max(DIMS)}"]
+    h, e = top["update"] / top["k"] ** 2, top["spectrum"] / top["k"] ** 3
+    n, p = ESTIMATE["records"], ESTIMATE["parameters"]
+    print(f"{n:.0e} records, {p:.0e} parameters, one position a record; unit costs:")
+    costs = ", ".join(f"{1e9 * cost:.1f} ns with {rows} row(s)" for rows, cost in unit.items())
+    print(f"a record and parameter {costs}; a row of S {1e12 * h:.0f} ps · k²; eigenvectors {1e12 * e:.0f} ps · k³")
+    print(f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map':>6} {'S':>7} {'sent':>7}")
+    table = []
+    for dim in ESTIMATE["dims"]:
+        for rows, cost in unit.items():
+            update = n * rows * dim**2 * h / 3600
+            row = {
+                "k": dim, "rows": rows, "core_hours": n * p * cost / 3600 + update, "of_s": update,
+                "spectrum": e * dim**3, "map_gb": 8 * p / 1e9, "s_mb": 8 * dim**2 / 1e6,
+                "sent_mb": 8 * (dim + dim * (dim + 1) / 2) / 1e6,
+            }  # fmt: skip
+            table.append(row)
+            print(
+                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:3.0f} GB "
+                f"{row['s_mb']:4.0f} MB {row['sent_mb']:4.0f} MB"
+            )
+    return {"record_and_parameter": unit, "update": h, "spectrum": e, "table": table}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["parameters", "dimensions", "estimate"])
+    parser.add_argument("--log", required=True, help="finished measurements, one line of JSON each")
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_one(options.one)))
+        return
+    needed = list(ITEMS) if "estimate" in options.parts else [part for part in options.parts if part in ITEMS]
+    found = measure(needed, options.log)
+    results: dict[str, object] = {"measured": found}
+    for part in options.parts:
+        if part == "estimate":
+            results["estimate"] = estimate(found)
+        else:
+            {"parameters": print_parameters, "dimensions": print_dimensions}[part](found)
+        print()
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
