@@ -235,8 +235,9 @@ def some_of(places, points):
 
 
 # What a context manager does on its way out cannot be made safe from an interrupt in these very lines. They only set back
-# torch's flags, and a plan that was admitted as a whole.
-CLEANUP = ("torch.backends", "accountant._plan = other", "self._plan = None")
+# torch's flags, and a plan that was admitted as a whole. A "with" is passed twice when traced, the second time before its
+# exit, where no signal can come.
+CLEANUP = ("torch.backends", "accountant._plan = other", "self._plan = None", "with ")
 
 
 def is_cleanup(place):
