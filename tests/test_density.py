@@ -113,6 +113,13 @@ def test_tilt_solves_its_equation(pairs, radius):
         assert np.sum(1 / w + (b / w) ** 2) <= 1 + 1e-9
 
 
+@pytest.mark.parametrize("size", [1e8, 1e12, 1e15])
+def test_tilt_is_found_where_its_bracket_is_below_rounding(size):
+    """A mode on the edge of the ball of a very stiff density: any κ ≥ 0 will do, but one has to be found."""
+    assert 0 <= _density([size], [size]).tilt() <= 1e-6 * size
+    assert 0 <= _density([size, size], [0.6 * size, 0.8 * size]).tilt() <= 1e-6 * size
+
+
 def test_values_stay_hidden():
     density = _density([1.2345], [6.789])
     assert "1.2345" not in repr(density)
