@@ -723,12 +723,12 @@ def _claims(found: Reproduction) -> tuple[Claim, ...]:
         ("the mean improves with ε", "the mean improves with ε in every curve", _monotone),
         (
             "it beats zero-shot from about the ε said",
-            f"it beats zero-shot from ε near {setting.crossing:g} on (factor {_NEAR:g})",
+            f"with a moderate R it beats zero-shot from ε near {setting.crossing:g} on (factor {_NEAR:g})",
             _crossing,
         ),
         (
             "it approaches non-private training",
-            f"it approaches non-private training at ε = {EPSILONS[-1]:g} ({_CLOSED:.0%} of the gap)",
+            f"with a moderate R it approaches non-private training at ε = {EPSILONS[-1]:g} ({_CLOSED:.0%} of the gap)",
             _approaches,
         ),
         (
@@ -736,7 +736,7 @@ def _claims(found: Reproduction) -> tuple[Claim, ...]:
             f"DP-SGD is flat from ε = {setting.flat_from:g} on (changes below {_FLAT:.0%} of the gap)",
             _flat,
         ),
-        ("it overtakes tuned DP-SGD", "it overtakes DP-SGD (tuned) at the largest ε", _overtakes),
+        ("it overtakes tuned DP-SGD", "with a moderate R it overtakes DP-SGD (tuned) at the largest ε", _overtakes),
         ("many candidates from one pass", f"{found.draws} candidates come from one pass", _one_pass),
     ]
     if setting.enough is not None:
@@ -850,11 +850,13 @@ def _crossing(found: Reproduction, method: str) -> Finding:
 
 
 def _approaches(found: Reproduction, method: str) -> Finding:
-    curve = _best_radius(found, method, MODERATE)
+    curve, best = _best_radius(found, method, MODERATE), _best_radius(found, method)
     share = _share(found, curve.means[-1])
-    text = f"{share:.0%} of the gap: {_number(found, curve.means[-1])} (R = {curve.radius:g}), between "
-    ends = (_number(found, found.reference(m).means[0]) for m in ("zero-shot", "non-private"))
-    return Finding(_verdict(share >= _CLOSED), text + " and ".join(ends))
+    ends = " and ".join(_number(found, found.reference(m).means[0]) for m in ("zero-shot", "non-private"))
+    text = f"{share:.0%} of the gap: {_number(found, curve.means[-1])} (R = {curve.radius:g}), between {ends}"
+    if best is not curve:
+        text += f"; {_share(found, best.means[-1]):.0%} at R = {best.radius:g}"
+    return Finding(_verdict(share >= _CLOSED), text)
 
 
 def _flat(found: Reproduction, method: str) -> Finding:
@@ -866,14 +868,19 @@ def _flat(found: Reproduction, method: str) -> Finding:
 
 
 def _overtakes(found: Reproduction, method: str) -> Finding:
-    curve, line = _best_radius(found, method, MODERATE), found.reference("dp-sgd")
-    ahead = [
-        e for e, m in zip(curve.epsilons, curve.means, strict=True) if _merit(found, m) > _merit(found, _at(line, e))
-    ]
-    text = f"{_number(found, curve.means[-1])} against {_number(found, line.means[-1])}; ahead at " + (
-        f"ε = {', '.join(f'{e:g}' for e in ahead)}" if ahead else "no ε"
-    )
-    return Finding(_verdict(curve.epsilons[-1] in ahead), text)
+    curve, best, line = _best_radius(found, method, MODERATE), _best_radius(found, method), found.reference("dp-sgd")
+
+    def ahead(own: Curve) -> list[float]:
+        pairs = zip(own.epsilons, own.means, strict=True)
+        return [e for e, m in pairs if _merit(found, m) > _merit(found, _at(line, e))]
+
+    def listed(own: Curve) -> str:
+        return f"ahead at {'ε = ' + ', '.join(f'{e:g}' for e in ahead(own)) if ahead(own) else 'no ε'} (R = {own.radius:g})"
+
+    text = f"{_number(found, curve.means[-1])} against {_number(found, line.means[-1])}; {listed(curve)}"
+    if best is not curve:
+        text += f", {listed(best)}"
+    return Finding(_verdict(curve.epsilons[-1] in ahead(curve)), text)
 
 
 def _cross_entropy(found: Reproduction, method: str) -> Finding:
@@ -951,6 +958,7 @@ def _draw(found: Reproduction, kind: str, method: str, axes: Axes) -> None:
     axes.set_xlabel("privacy budget ε")
     axes.set_title(_TITLES[method], fontsize="small")
     axes.grid(True, color="0.92", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 

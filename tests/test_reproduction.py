@@ -264,7 +264,7 @@ def finding(result, words, method=PAPER) -> Finding:
 
 
 WORDS = (
-    "moderate R",
+    "is best",
     "larger k",
     "beyond k",
     "improves with",
@@ -296,7 +296,7 @@ def test_a_loss_is_judged_with_the_other_sign():
     assert all(finding(result, words).verdict == "yes" for words in WORDS)
     # and accuracies taken for losses are not
     wrong = dataclasses.replace(made_up(), metric="loss")
-    assert all(finding(wrong, words).verdict == "no" for words in ("moderate R", "larger k", "improves", "zero-shot"))
+    assert all(finding(wrong, words).verdict == "no" for words in ("is best", "larger k", "improves", "zero-shot"))
 
 
 BETTER = tuple(v + 1 for v in RISING)
@@ -305,8 +305,8 @@ BETTER = tuple(v + 1 for v in RISING)
 @pytest.mark.parametrize(
     ("words", "change", "text"),
     [
-        ("moderate R", {"radius": {0.5: BETTER}}, "R = 0.5 is"),
-        ("moderate R", {"radius": {0.01: BETTER}}, "R = 0.01 is"),
+        ("is best", {"radius": {0.5: BETTER}}, "R = 0.5 is"),
+        ("is best", {"radius": {0.01: BETTER}}, "R = 0.01 is"),
         ("larger k", {"dimension": {1: BETTER}}, "k = 1: 88.7 %"),
         ("larger k", {"dimension": {4: WORSE}}, "k = 4: 84.7 %"),
         ("beyond k", {"dimension": {4: tuple(v + 2 for v in RISING)}}, "k = 4 gains +20% of the gap over k = 3"),
@@ -316,7 +316,7 @@ BETTER = tuple(v + 1 for v in RISING)
         ("zero-shot", {"radius": {0.1: (70.0,) * 6, 0.15: (60.0,) * 6}}, "nowhere"),
         ("approaches", {"radius": {0.1: (78.0,) * 5 + (87.9,), 0.15: (60.0,) * 6}}, "79% of the gap: 87.9 % (R = 0.1)"),
         ("flat", {"untuned": (80, 81, 81, 81, 81, 81.1)}, "0% of the gap at ε = 0.1, 11% at the end"),
-        ("overtakes", {"dp_sgd": (70, 81, 85, 85, 89, 89.5)}, "89.0 % against 89.5 %; ahead at ε = 0.1, 1, 5"),
+        ("overtakes", {"dp_sgd": (70, 81, 85, 85, 89, 89.5)}, "89.0 % against 89.5 %; ahead at ε = 0.1, 1, 5 (R = 0.1)"),
         ("one pass", {"draws": 1}, "4 passes"),
     ],
 )  # fmt: skip
@@ -346,6 +346,17 @@ def test_dp_sgd_is_judged_at_the_papers_rate_and_tuned():
 def test_an_earlier_crossing_is_better_than_claimed():
     early = finding(made_up(radius={0.1: tuple(v + 3 for v in RISING)}), "zero-shot")
     assert (early.verdict, early.found) == ("better", "from ε = 0.1 (R = 0.1)")
+
+
+def test_a_better_large_radius_is_said_but_does_not_decide():
+    result = made_up(radius={0.1: FLAT, 0.15: FLAT, 0.5: BETTER}, dp_sgd=RISING)
+    for words, text in (
+        ("approaches", "; 100% at R = 0.5"),
+        ("overtakes", "ahead at ε = 0.1, 1, 2, 5, 10, 50 (R = 0.5)"),
+    ):
+        judged = finding(result, words)
+        assert judged.verdict == "no"
+        assert text in judged.found
 
 
 def test_cross_entropy_is_judged_by_its_own_gap():
