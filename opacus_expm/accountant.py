@@ -229,6 +229,22 @@ class ExpMAccountant(IAccountant):
             if self._plan is not None:
                 self._plan.charged(release)
 
+    def note(self, release: Release | Purchase) -> None:
+        """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
+
+        Where the ledger is a file, which ranks share, the charge is already in it.
+        """
+        if self._file is None:
+            self.releases.append(release)
+        else:
+            self._refresh()
+
+    def identity(self) -> str:
+        """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
+        self._refresh()
+        file = None if self._file is None else os.stat(self._file.path).st_ino
+        return repr((self.releases, self.history, self.budget, file))
+
     @contextmanager
     def planned(self, alternatives: Sequence[Sequence[Event]], epsilon: float, delta: float) -> Iterator[None]:
         """Several charges fixed in advance, admitted to the budget together or not at all.

@@ -26,6 +26,7 @@ from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
 from opacus_expm.model import Layout, check_module, compute_dtype, exact_arithmetic, moved, take, working_copy
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
+from opacus_expm.ranks import Ranks
 from opacus_expm.sums import (
     ClippedAdder,
     ClippedSums,
@@ -198,8 +199,10 @@ class Workbench:
             found = theory.mean_squared_bounds(PAPER_INFLATION * jacobian, PAPER_INFLATION * residual, outputs_count)
         return found.gradient, found.curvature
 
-    def remember(self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None) -> Remembered:
-        """One pass over the private data that keeps every record's norms and, while they fit, quadratics.
+    def remember(
+        self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None, ranks: Ranks
+    ) -> Remembered:
+        """One pass over this rank's private data that keeps every record's norms and, while they fit, quadratics.
 
         **Privacy:** the result is private data.
         """
@@ -207,7 +210,7 @@ class Workbench:
         norms: list[dict[str, Array]] = []
         size = 0
         with exact_arithmetic():
-            for records in self._records(loader, "loader", curvature):
+            for records in self._records(_part(loader, ranks), "loader", curvature):
                 norms.append(_norms(records, joint_radius))
                 if kept is not None:
                     kept.append(records.to(self._dtype))
@@ -237,21 +240,33 @@ class Workbench:
         max_curvature: float,
         nominal_size: int,
         bounds: str,
-        joint_radius: float | None = None,
-        remembered: Remembered | None = None,
+        joint_radius: float | None,
+        remembered: Remembered | None,
+        ranks: Ranks,
     ) -> Statistics:
-        """One pass over the private data, or none where an earlier one is remembered.
+        """One pass over the private data, or none where an earlier one is remembered; each rank visits its own part.
+
+        Raises:
+            ValueError: the ranks together did not visit every record exactly once. The message holds no count.
 
         **Privacy:** the result is private data.
         """
+        visited = 0
+
+        def count(_: ClippedAdder, records: int) -> None:
+            nonlocal visited
+            visited += records
+
         with exact_arithmetic():
             if remembered is not None and remembered.records is not None:
                 total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
                 for records in remembered.records:
                     total.add(records.to(torch.float64).with_norms())
+                    count(total, len(records.gradients))
                 sums = total.result()
             else:
-                source, loss, stream = self._begin(loader, "loader")
+                part = _part(loader, ranks)
+                source, loss, stream = self._begin(part, "loader")
                 sums = clipped_sums(
                     source,
                     loss,
@@ -259,9 +274,11 @@ class Workbench:
                     max_grad_norm=max_grad_norm,
                     max_curvature=max_curvature,
                     curvature_samples=self._samples,
-                    pad_to=self._piece(loader),
+                    pad_to=self._piece(part),
                     joint_radius=joint_radius,
+                    after_each=count,
                 )
+        sums = _over_ranks(sums, visited, loader, ranks)
         return Statistics(self._module, self._layout, self._subspace, sums, nominal_size, bounds)
 
     def _piece(self, loader: DataLoader[Any]) -> int | None:
@@ -289,6 +306,22 @@ class Workbench:
             loss = make_criterion(self._criterion, first[1])
             self._ready = (_row_source(self._working, self._layout, self._subspace, example, self._mode), loss)
         return (*self._ready, itertools.chain([first], stream))
+
+
+def _part(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
+    """This rank's records; the loader itself where there is one rank."""
+    return loader if ranks.count == 1 else data.part_of(loader, rank=ranks.rank, ranks=ranks.count)
+
+
+def _over_ranks(sums: ClippedSums, visited: int, loader: DataLoader[Any], ranks: Ranks) -> ClippedSums:
+    """The sums of all ranks' records, once it is certain that every record was visited on exactly one."""
+    if ranks.count == 1:
+        return sums
+    ranks.same(lambda: {"the kind of curvature": (sums.parallel, sums.rank, sums.curvature is None)})
+    numbers = ranks.summed(torch.cat([sums.packed(), torch.tensor([visited], dtype=torch.float64)]))
+    if int(numbers[-1]) != data.dataset_size(loader):
+        raise ValueError("loader did not give every record to exactly one rank; nothing was released")
+    return sums.with_packed(numbers[:-1])
 
 
 def _norms(records: RecordQuadratics, joint_radius: float | None) -> dict[str, Array]:
