@@ -22,9 +22,7 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
-from opacus_expm.sums import ADJACENCIES, CLIPPINGS
-
-BOUNDS = ("given", "public", "bought", "paper")
+from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
 
 class BudgetExceeded(ValueError):

@@ -39,6 +39,7 @@ from opacus_expm.calibration import (
     default_regularization,
 )
 from opacus_expm.model import check_module, check_resolution, digest
+from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
@@ -49,6 +50,7 @@ from opacus_expm.sums import ADJACENCIES, CLIPPINGS
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 _WIDE_BYTES = 2**28  # of full-space rows at a time
+_OWN = {"noise_generator", "progress", "max_physical_batch_size"}  # of a rank: the sums do not depend on them
 P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
@@ -234,8 +236,10 @@ class ExpMQuadEngine:
         """What has to be the same on every rank before private data is touched."""
         if "model" in arguments:
             check_module(arguments["model"])
-        own = {"noise_generator", "progress", "max_physical_batch_size"}  # may differ: the sums do not depend on them
-        facts = {name: described(value) for name, value in arguments.items() if name not in own}
+        facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
+        statistics = arguments.get("statistics")
+        if isinstance(statistics, Statistics):
+            facts["statistics"] = (statistics.configuration, sorted(statistics.shards), statistics.nominal_size)
         return {**facts, "secure_mode": self.secure_mode, "the ledger": self.accountant.identity()}
 
     def make_private_with_epsilon(
@@ -422,12 +426,18 @@ class ExpMQuadEngine:
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
+        private_checkpoint: str | os.PathLike[str] | None = None,
     ) -> Statistics:
         """One pass over the private data. Arguments as in ``make_private_expm``.
 
         Bounds that are neither given nor measurable on a ``public_loader`` are bought with a part of ``epsilon``, at most
         5 % each, which is charged at once; ``adjacency`` and ``noise_generator`` matter for that only. ``radius`` is needed
         for ``clipping="joint"`` only, and then fixed.
+
+        A long pass can be interrupted and resumed: with ``private_checkpoint``, a local file, its state is kept there once
+        a minute, and the same call goes on from it; several ranks have a file each. Records are then visited in the data
+        set's order, which must not change. The file is **private data**, readable by its owner only, and is removed when
+        the pass is complete. It needs a ``projection_seed``, and bounds that are not bought.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
         """
@@ -453,11 +463,43 @@ class ExpMQuadEngine:
             given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
             if projection_seed is not None:
                 _check.seed("projection_seed", projection_seed)
+            elif private_checkpoint is not None:
+                raise ValueError(
+                    "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
+                )
             curvature = self._public_curvature(model, proj_dim, **options)
             bench, settled = self._settle(
                 model, loader, proj_dim, given=given, curvature=curvature, known=None, **settings, **options
             )
-            return bench.gather(loader, **settled)
+            kept = None
+            if private_checkpoint is not None:
+                kept = self._pass_file(
+                    private_checkpoint, settled, model=model, loader=loader, proj_dim=proj_dim, **settings, **options
+                )
+            return bench.gather(loader, kept=kept, **settled)
+
+    def _pass_file(
+        self, path: str | os.PathLike[str], settled: dict[str, Any], *, loader: DataLoader[Any], **arguments: Any
+    ) -> PassFile:
+        """The file of this rank's part of a pass."""
+        if settled["bounds"] == "bought":
+            raise ValueError(
+                "private_checkpoint cannot keep a pass that buys its bounds: pass max_grad_norm= and max_curvature=, or "
+                "public_loader="
+            )
+        ranks = self._ranks
+        if ranks.count > 1:
+            path = f"{os.fspath(path)}.rank{ranks.rank}of{ranks.count}"
+        warnings.warn(
+            f"gather(private_checkpoint=...) keeps PRIVATE data in {os.fspath(path)!r} until the pass is complete: sums "
+            "over private records, without noise; delete the file if the pass is given up",
+            UserWarning,
+            stacklevel=3,
+        )
+        facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
+        facts |= {name: settled[name] for name in ("max_grad_norm", "max_curvature", "joint_radius")}
+        batch = getattr(loader.batch_sampler, "batch_size", None)
+        return PassFile(path, {**facts, "loader": (described(loader), batch), "ranks": (ranks.rank, ranks.count)})
 
     def _settle(
         self,

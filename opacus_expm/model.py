@@ -67,14 +67,17 @@ def digest(module: nn.Module) -> str:
     found = hashlib.sha256(repr([name for name, p in module.named_parameters() if p.requires_grad]).encode())
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, Tensor):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(tensor_bytes(tensor))
+            found.update(f"{name} {tensor_digest(tensor)}".encode())
     return found.hexdigest()
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """A tensor's memory, in its own order."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def tensor_digest(*tensors: Tensor) -> str:
+    """Of the types, shapes and bits of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def check_module(module: object) -> nn.Module:

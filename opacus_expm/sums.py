@@ -30,6 +30,7 @@ from opacus_expm.criteria import Criterion
 
 ADJACENCIES = ("add_remove", "replace_one")
 CLIPPINGS = ("separate", "joint")
+BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
 DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
@@ -157,6 +158,50 @@ class ClippedSums(PrivateValues):
         curvature = torch.zeros(k, k, dtype=torch.float64)
         curvature[upper[0], upper[1]] = curvature[upper[1], upper[0]] = numbers[k:]
         return replace(self, gradient=numbers[:k].to(device, copy=True), curvature=curvature.to(device))
+
+    def to(self, device: torch.device) -> ClippedSums:
+        """The same sums on another device."""
+        curvature = None if self.curvature is None else self.curvature.to(device)
+        return replace(self, gradient=self.gradient.to(device), curvature=curvature)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for a private file."""
+        return {
+            "numbers": self.packed(),
+            "dim": len(self.gradient),
+            "max_grad_norm": self.max_grad_norm,
+            "max_curvature": self.max_curvature,
+            "parallel": self.parallel,
+            "rank": self.rank,
+            "joint_radius": self.joint_radius,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any) -> ClippedSums:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: missing entries, or values that no sums can have.
+        """
+        try:
+            k, numbers = _check.positive_int("dim", content["dim"]), content["numbers"]
+            with_curvature = len(numbers) != k
+            joint = content["joint_radius"]
+            sums = cls(
+                torch.zeros(k, dtype=torch.float64),
+                torch.zeros(0) if with_curvature else None,
+                _check.positive("max_grad_norm", content["max_grad_norm"]),
+                _check.non_negative("max_curvature", content["max_curvature"]),
+                bool(content["parallel"]),
+                int(content["rank"]),
+                None if joint is None else _check.positive("joint_radius", joint),
+            )
+            sound = numbers.dtype == torch.float64 and bool(numbers.isfinite().all())
+            if not sound or len(numbers) != (k + k * (k + 1) // 2 if with_curvature else k):
+                raise ValueError("these are no sums")
+            return sums.with_packed(numbers)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError("these are no sums") from error
 
     def plus(self, other: ClippedSums) -> ClippedSums:
         """The sums of the records of both, which were clipped alike."""

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, private_file
 from opacus_expm import statistics as statistics_module
 
 RECORDS, FEATURES, DIM, BATCH = 41, 3, 5, 4
@@ -257,6 +257,33 @@ def budget(rank, directory):
         "message": refusal(lambda: engine.release(statistics, 0.75, 0.3)),
         "remaining": engine.remaining(),
         "charged": len(engine.accountant.releases),
+    }
+
+
+def resumed(rank, directory):
+    """A pass that fails on rank 1 goes on where each rank was."""
+
+    def fail():
+        raise OSError("interrupted")
+
+    private_file.SECONDS = 0.0
+    engine, interrupted, whole = ExpMQuadEngine(), Records(at=21, then=fail), Records()
+    options = {**GOOD, "private_checkpoint": directory / "pass"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*PRIVATE")
+        message = refusal(lambda: engine.gather(make_model(), loader(interrupted), DIM, **options))
+        files = sorted(path.name for path in directory.glob("pass*"))
+        dist.barrier()
+        found = engine.gather(make_model(), loader(whole), DIM, **options)
+    dist.barrier()
+    return {
+        "message": message,
+        "files": files,
+        "files later": [path.name for path in directory.glob("pass*")],
+        "before": interrupted.visited,
+        "after": whole.visited,
+        "gradient": found.sums.gradient,
+        "curvature": found.sums.curvature,
     }
 
 

@@ -33,6 +33,7 @@ TOGETHER = (
     "mismatches",
     "raises",
     "budget",
+    "resumed",
     "alone",
 )
 
@@ -192,6 +193,19 @@ def test_a_budget_is_kept_for_all_ranks(seen):
     for found in seen["budget"]:
         assert found["remaining"] == 0.25
         assert found["charged"] == 1
+
+
+def test_an_interrupted_pass_goes_on_where_each_rank_was(seen):
+    first, second = seen["resumed"]
+    for found in seen["resumed"]:
+        assert found["files"] == ["pass.rank0of2", "pass.rank1of2"]
+        assert found["files later"] == []
+        for name in ("gradient", "curvature"):
+            assert close(found[name], getattr(alone().sums, name))
+    assert second["message"] == "OSError: interrupted"
+    assert first["after"] == [0, 2, 4, 6]  # complete: a batch to see the shape of a record, and no pass
+    assert second["before"] == list(range(1, 21, 2))  # two whole batches were kept
+    assert second["after"] == list(range(17, job.RECORDS, 2))
 
 
 def test_one_rank_may_work_alone(seen):
