@@ -23,7 +23,7 @@ from opacus_expm import ExpMQuadEngine, private_file
 from opacus_expm import statistics as statistics_module
 
 RECORDS, FEATURES, DIM, BATCH = 41, 3, 5, 4
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def make_model():
@@ -297,7 +297,7 @@ def alone(rank, directory):
 
 def killed(rank, directory):
     """Rank 1 is killed in the pass."""
-    engine = ExpMQuadEngine(ledger_path=directory / "ledger.jsonl", budget=(1.0, 0.0))
+    engine = ExpMQuadEngine(ledger_path=directory / "killed.jsonl", budget=(1.0, 0.0))
     dataset = Records(at=21, then=lambda: os.kill(os.getpid(), signal.SIGKILL))
     message = refusal(lambda: engine.make_private_expm(make_model(), loader(dataset), 1.0, 0.3, DIM, **GOOD))
     return {"message": message, "remaining": engine.remaining(), "visited": dataset.visited}

@@ -59,7 +59,7 @@ def close(first, second):
 # --- Merging ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.integers(0, 3), min_size=RECORDS, max_size=RECORDS))
 def test_parts_add_up_to_the_whole(places):
     parts = [gather([i for i, place in enumerate(places) if place == n]) for n in sorted(set(places))]
