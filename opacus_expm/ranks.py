@@ -194,8 +194,7 @@ def described(value: object) -> object:
     if isinstance(value, nn.Module):
         return type(unwrap(value)).__qualname__, digest(unwrap(value))
     if isinstance(value, DataLoader):
-        indices = data.visited(data.check_loader(value))
-        return (range(len(indices)) if isinstance(indices, range) else indices), type(value.dataset).__qualname__
-    if callable(value) and hasattr(value, "__qualname__"):
-        return value.__qualname__
+        return type(value.dataset).__qualname__, data.visited(value)
+    if callable(value) or type(value).__repr__ is object.__repr__:  # whose words would hold an address
+        return getattr(value, "__qualname__", type(value).__qualname__)
     return value

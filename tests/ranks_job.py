@@ -23,7 +23,7 @@ from opacus_expm import ExpMQuadEngine, private_file
 from opacus_expm import statistics as statistics_module
 
 RECORDS, FEATURES, DIM, BATCH = 41, 3, 5, 4
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def make_model():

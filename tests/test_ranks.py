@@ -48,10 +48,11 @@ def run_job(directory, *scenarios):
         for rank in range(RANKS)
     ]
     try:
-        return [process.wait(timeout=240) for process in ranks]
+        return [process.wait(timeout=900) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
