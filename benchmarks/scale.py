@@ -1,9 +1,16 @@
-"""How the cost of a pass grows: with ranks that share it.
+"""How time and memory grow with the ranks that share a pass, the parameters p and the subspace dimensions k.
 
-    python benchmarks/scale.py ranks [--records 4096] [--dim 400] [--repeats 3] [--out scale.json]
+    python benchmarks/scale.py [ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
 
-Every measurement is a job of processes of its own, one thread each, which report seconds (without start-up) and peak
-resident memory. Each part of the benchmark is a function from the command line's arguments to rows of a table.
+Each measurement runs in a process of its own, with one thread, is appended to the log as one line and not made again.
+Times are CPU seconds, memory is the peak resident set above that of the imports.
+
+* ``ranks``: one pass over random images with the source paper's CNN (6,722 parameters, k = 400, sparse projection), by one
+  process and by two: the same records (strong scaling), and the same records a rank (weak scaling).
+* ``parameters``: passes of the engine over random records, for a residual perceptron of four square layers and 10
+  outputs, sparse projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row).
+* ``dimensions``: k from 100 to 4,000 for 100,000 parameters: the pass with exact curvature, the eigendecomposition, a draw.
+* ``estimate``: a paper estimate for 10⁹ records and 10⁹ parameters from unit costs of the two tables.
 """
 
 from __future__ import annotations
@@ -16,54 +23,68 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import warnings
 
-sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]  # it has a "statistics"
+sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
 
-Row = dict[str, float | int | str]
-Part = Callable[[argparse.Namespace], list[Row]]
-BATCH = 128
+RANK_RECORDS, RANK_REPEATS, RANK_BATCH = 2048, 3, 128
+RANK_JOBS = {  # ranks and records
+    "1 rank": (1, RANK_RECORDS),
+    "2 ranks, strong": (2, RANK_RECORDS),
+    "2 ranks, weak": (2, 2 * RANK_RECORDS),
+}
+OUTPUTS = 10
+BATCH = 32
+WIDTHS = {10_000: 49, 100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
+RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 64, 20_000_000: 64}
+DIM = 400
+DIMS = (100, 400, 1000, 2000, 4000)
+DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
+ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000)}
 
 
-def run_job(worker: str, count: int, **settings: int) -> list[Row]:
-    """What the processes of one job report, in the order of ranks."""
+def cpu_seconds(action):
+    """What an action returns, and its CPU seconds."""
+    begin = time.process_time()
+    result = action()
+    return result, time.process_time() - begin
+
+
+def peak_mb() -> float:
+    """Peak resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def ranks(count: int, records: int, repeat: int) -> dict:
+    """A pass that several processes share: the slowest rank's figures. Jobs differ in ``repeat`` only to be made again."""
     with tempfile.TemporaryDirectory() as directory:
-        options = [f"--{name}={value}" for name, value in settings.items()]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         job = [
             subprocess.Popen(
-                [sys.executable, __file__, "worker", worker, f"{rank}", f"{count}", directory, *options],
+                [sys.executable, __file__, "--log", directory, "--one", f"shared {rank} {count} {records}"],
                 stdout=subprocess.PIPE,
-                env=environment,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
             for rank in range(count)
         ]
-        return [json.loads(process.communicate()[0].splitlines()[-1]) for process in job]
+        reports = [json.loads(process.communicate()[0].splitlines()[-1]) for process in job]
+    return {name: max(report[name] for report in reports) for name in reports[0] if name != "item"}
 
 
-def peak_mib() -> float:
-    """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-# --- Ranks: one pass over random images with the paper's CNN, by one and by two processes -----------------------------
-
-
-def shared_pass(rank: int, count: int, directory: str, *, records: int, dim: int) -> Row:
-    """One rank's share of a pass, and how long its exchange with the others took."""
+def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
+    """One rank's share of a pass: seconds, CPU seconds, and seconds in which sums were added up."""
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from opacus_expm import ExpMQuadEngine, ranks, tasks
+    from opacus_expm import tasks
+    from opacus_expm.ranks import Ranks
 
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
     torch.manual_seed(0)
-    dataset = TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(10, (records,)))
-    model, engine, exchanged = tasks.cnn(), ExpMQuadEngine(), 0.0
-    add_up = ranks.Ranks.summed
+    dataset = TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(OUTPUTS, (records,)))
+    model, loader, empty = tasks.cnn(), DataLoader(dataset, batch_size=RANK_BATCH), peak_mb()
+    add_up, exchanged = Ranks.summed, 0.0
 
     def timed(self, values):
         nonlocal exchanged
@@ -73,96 +94,249 @@ def shared_pass(rank: int, count: int, directory: str, *, records: int, dim: int
         exchanged += time.perf_counter() - begin
         return found
 
-    ranks.Ranks.summed = timed
-    begin, cpu = time.perf_counter(), time.process_time()
-    engine.gather(
-        model,
-        DataLoader(dataset, batch_size=BATCH),
-        dim,
-        criterion=nn.CrossEntropyLoss(),
-        max_grad_norm=1.0,
-        max_curvature=1.0,
-        projection="sparse",
-        projection_seed=0,
-    )
-    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    Ranks.summed = timed
+    begin = time.perf_counter()
+    _, cpu = cpu_seconds(lambda: gather(model, loader, DIM))
+    seconds = time.perf_counter() - begin
     if count > 1:
         dist.destroy_process_group()
-    return {"seconds": seconds, "cpu seconds": cpu, "exchange": exchanged, "memory": peak_mib()}
+    return {"seconds": seconds, "cpu": cpu, "exchange": exchanged, "mb": peak_mb() - empty}
 
 
-def ranks_part(arguments: argparse.Namespace) -> list[Row]:
-    """Strong scaling (the same records) and weak scaling (the same records a rank); medians of interleaved jobs."""
-    jobs = {
-        "1 rank": (1, arguments.records),
-        "2 ranks, the same records (strong)": (2, arguments.records),
-        "2 ranks, twice the records (weak)": (2, 2 * arguments.records),
-    }
-    found: dict[str, list[list[Row]]] = {name: [] for name in jobs}
-    for _ in range(arguments.repeats):
-        for name, (count, records) in jobs.items():
-            found[name].append(run_job("shared_pass", count, records=records, dim=arguments.dim))
+def perceptron(parameters: int, records: int):
+    """A residual perceptron of about that many parameters, and random records for it."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
 
-    def median(name: str, fact: str) -> float:
-        return sorted(max(float(report[fact]) for report in job) for job in found[name])[arguments.repeats // 2]
+    class Residual(nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
 
-    alone = median("1 rank", "seconds"), median("1 rank", "cpu seconds")
-    rows: list[Row] = []
-    for name, (count, records) in jobs.items():
-        work = records / arguments.records
-        rows.append(
-            {
-                "job": name,
-                "records": records,
-                "seconds": round(median(name, "seconds"), 2),
-                "CPU seconds a rank": round(median(name, "cpu seconds"), 2),
-                "exchange, ms": round(1000 * median(name, "exchange"), 1),
-                "memory a rank, MiB": round(median(name, "memory")),
-                "efficiency": round(work * alone[0] / (count * median(name, "seconds")), 2),
-                "efficiency in CPU time": round(work * alone[1] / (count * median(name, "cpu seconds")), 2),
-            }
+        def forward(self, x):
+            return x + torch.relu(self.linear(x))
+
+    torch.manual_seed(0)
+    width = WIDTHS[parameters]
+    model = nn.Sequential(*[Residual(width) for _ in range(4)], nn.Linear(width, OUTPUTS))
+    data = TensorDataset(torch.randn(records, width), torch.randint(OUTPUTS, (records,)))
+    return model, DataLoader(data, batch_size=BATCH)
+
+
+def gather(model, loader, dim: int, **options):
+    """One pass of the engine."""
+    import torch
+
+    from opacus_expm import ExpMQuadEngine
+
+    bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
+    return ExpMQuadEngine().gather(
+        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection="sparse", projection_seed=0,
+        grad_sample_mode="hooks", progress=False, **bounds,
+    )  # fmt: skip
+
+
+def parameters(size: int, curvature: int) -> dict:
+    """A pass over random records, and what is paid once: copies of the model, the map, the check of the hooks."""
+    model, loader = perceptron(size, RECORDS[size])
+    empty = peak_mb()
+    options = {} if curvature else {"max_curvature": 0.0}
+    _, once = cpu_seconds(lambda: gather(model, first_batch(loader), DIM, **options))
+    _, seconds = cpu_seconds(lambda: gather(model, loader, DIM, **options))
+    per_record = (seconds - once) / (RECORDS[size] - BATCH)
+    return {
+        "p": sum(p.numel() for p in model.parameters()), "rows": OUTPUTS - 1 if curvature else 1,
+        "per_record": per_record, "once": once - BATCH * per_record, "mb": peak_mb() - empty,
+    }  # fmt: skip
+
+
+def first_batch(loader):
+    """A loader of the first batch alone."""
+    from torch.utils.data import DataLoader, Subset
+
+    return DataLoader(Subset(loader.dataset, range(BATCH)), batch_size=BATCH)
+
+
+def dimensions(dim: int) -> dict:
+    """A pass with exact curvature, the eigendecomposition and one draw."""
+    import numpy as np
+
+    from opacus_expm.sampling import Exact
+
+    model, loader = perceptron(DIM_PARAMETERS, DIM_RECORDS)
+    empty = peak_mb()
+    statistics, seconds = cpu_seconds(lambda: gather(model, loader, dim))
+    pass_mb = peak_mb() - empty
+    density, spectrum = cpu_seconds(lambda: statistics.density(1.0, 0.5, 1.0))
+    _, draw = cpu_seconds(lambda: Exact().sample(density, np.random.default_rng(0)))
+    return {
+        "k": dim, "rows": DIM_RECORDS * (OUTPUTS - 1), "pass": seconds, "pass_mb": pass_mb, "spectrum": spectrum,
+        "draw": draw, "mb": peak_mb() - empty, "update": update_seconds(dim),
+    }  # fmt: skip
+
+
+def update_seconds(dim: int) -> float:
+    """Of one row in the symmetric update of S."""
+    import torch
+
+    from opacus_expm.symmetric import SymmetricSum
+
+    total, rows = SymmetricSum(dim, torch.device("cpu")), torch.randn(288, dim, dtype=torch.float64)
+    total.add(rows)
+    repeats = max(2, int(2e9 / (dim**2 * len(rows))))
+    _, seconds = cpu_seconds(lambda: [total.add(rows) for _ in range(repeats)])
+    return seconds / (repeats * len(rows))
+
+
+ITEMS = {
+    "ranks": [f"ranks {job[0]} {job[1]} {repeat}" for repeat in range(RANK_REPEATS) for job in RANK_JOBS.values()],
+    "parameters": [f"parameters {size} {curvature}" for size in WIDTHS for curvature in (1, 0)],
+    "dimensions": [f"dimensions {dim}" for dim in DIMS],
+}
+MEASURES = {"ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
+
+
+def run_one(item: str, log: str) -> dict:
+    """Measure one item in this process; a rank's log is the directory in which its job meets."""
+    import torch
+
+    import opacus_expm  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kind, *arguments = item.split()
+    options = {"directory": log} if kind == "shared" else {}
+    return {"item": item, **MEASURES[kind](*map(int, arguments), **options)}
+
+
+def measure(names: list[str], log: str) -> dict[str, dict]:
+    """All items of these parts: from the log, or in processes of their own."""
+    found: dict[str, dict] = {}
+    if os.path.exists(log):
+        with open(log) as file:
+            found = {row["item"]: row for row in map(json.loads, file)}
+    for item in [item for name in names for item in ITEMS[name]]:
+        if item in found:
+            continue
+        done = subprocess.run(
+            [sys.executable, __file__, "--log", log, "--one", item], stdout=subprocess.PIPE, text=True, check=True
         )
-    return rows
+        found[item] = json.loads(done.stdout.strip().splitlines()[-1])
+        with open(log, "a") as file:
+            file.write(json.dumps(found[item]) + "\n")
+    return found
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+def print_ranks(found: dict[str, dict]) -> None:
+    """Medians of the slowest rank, and what one rank would have needed for the same over what the ranks needed together."""
 
-PARTS: dict[str, Part] = {"ranks": ranks_part}
-WORKERS: dict[str, Callable[..., Row]] = {"shared_pass": shared_pass}
+    def median(job: str, fact: str) -> float:
+        count, records = RANK_JOBS[job]
+        return sorted(found[f"ranks {count} {records} {i}"][fact] for i in range(RANK_REPEATS))[RANK_REPEATS // 2]
+
+    alone = {fact: median("1 rank", fact) / RANK_RECORDS for fact in ("seconds", "cpu")}
+    print(f"CNN with 6,722 parameters, k = {DIM}, batch {RANK_BATCH}, exact curvature; one thread a rank")
+    print(
+        f"{'':>16} {'records':>8} {'seconds':>8} {'CPU s a rank':>13} {'adding up, ms':>14} {'MB a rank':>10} "
+        f"{'efficiency':>11} {'in CPU time':>12}"
+    )
+    for job, (count, records) in RANK_JOBS.items():
+        efficiency = {fact: alone[fact] * records / (count * median(job, fact)) for fact in alone}
+        print(
+            f"{job:>16} {records:8} {median(job, 'seconds'):8.2f} {median(job, 'cpu'):13.2f} "
+            f"{1e3 * median(job, 'exchange'):14.1f} {median(job, 'mb'):10.0f} {efficiency['seconds']:11.2f} "
+            f"{efficiency['cpu']:12.2f}"
+        )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows in Markdown."""
-    names = list(rows[0])
-    lines = [names, ["---"] * len(names), *([str(row[name]) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def print_parameters(found: dict[str, dict]) -> None:
+    """Time and memory by p."""
+    print(f"sparse projection, k = {DIM}, {OUTPUTS} outputs, batch {BATCH}")
+    print(f"{'p':>12} {'exact ms/record':>16} {'MB':>6} {'gradient ms/record':>19} {'MB':>6} {'once, s':>8}")
+    for size in WIDTHS:
+        exact, gradient = found[f"parameters {size} 1"], found[f"parameters {size} 0"]
+        print(
+            f"{exact['p']:12,} {1e3 * exact['per_record']:16.2f} {exact['mb']:6.0f} {1e3 * gradient['per_record']:19.2f} "
+            f"{gradient['mb']:6.0f} {exact['once']:8.2f}"
+        )
 
 
-def work(arguments: Sequence[str]) -> None:
-    """One process of a job; its report is the last line that it prints."""
-    name, rank, count, directory, *options = arguments
-    settings = {key: int(value) for key, value in (option[2:].split("=") for option in options)}
-    print(json.dumps(WORKERS[name](int(rank), int(count), directory, **settings)))
+def print_dimensions(found: dict[str, dict]) -> None:
+    """Time and memory by k."""
+    print(f"p = {DIM_PARAMETERS:,}, {DIM_RECORDS} records with {OUTPUTS - 1} rows each, batch {BATCH}; S is one matrix")
+    print(
+        f"{'k':>6} {'S, MB':>6} {'pass, s':>8} {'MB':>6} {'µs/row of S':>12} {'spectrum, s':>12} {'draw, s':>8} {'MB':>6}"
+    )
+    for dim in DIMS:
+        row = found[f"dimensions {dim}"]
+        print(
+            f"{dim:6} {8 * dim**2 / 2**20:6.0f} {row['pass']:8.1f} {row['pass_mb']:6.0f} {1e6 * row['update']:12.1f} "
+            f"{row['spectrum']:12.2f} {row['draw']:8.3f} {row['mb']:6.0f}"
+        )
+
+
+def estimate(found: dict[str, dict]) -> dict:
+    """Core hours, memory and traffic for 10⁹ records and parameters, each unit cost from the largest measured size.
+
+    With u_r the cost of a record with r rows per parameter that is used at one position (forward, and r times backward,
+    per-sample gradient and projection), h that of a row of S per k², and e that of the eigendecomposition per k³:
+
+        records · (p·u_r + r·k²·h) + k³·e.
+
+    A model that uses its parameters at T positions of a record (tokens) pays the forward and backward part T times.
+    """
+    unit = {
+        row["rows"]: row["per_record"] / row["p"]
+        for row in (found[f"parameters {max(WIDTHS)} {curvature}"] for curvature in (0, 1))
+    }
+    top = found[f"dimensions {max(DIMS)}"]
+    h, e = top["update"] / top["k"] ** 2, top["spectrum"] / top["k"] ** 3
+    n, p = ESTIMATE["records"], ESTIMATE["parameters"]
+    print(f"{n:.0e} records, {p:.0e} parameters, one position a record; unit costs:")
+    costs = ", ".join(f"{1e9 * cost:.1f} ns with {rows} row(s)" for rows, cost in unit.items())
+    print(f"a record and parameter {costs}; a row of S {1e12 * h:.0f} ps · k²; eigenvectors {1e12 * e:.0f} ps · k³")
+    print(f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map':>6} {'S':>7} {'sent':>7}")
+    table = []
+    for dim in ESTIMATE["dims"]:
+        for rows, cost in unit.items():
+            update = n * rows * dim**2 * h / 3600
+            row = {
+                "k": dim, "rows": rows, "core_hours": n * p * cost / 3600 + update, "of_s": update,
+                "spectrum": e * dim**3, "map_gb": 8 * p / 1e9, "s_mb": 8 * dim**2 / 1e6,
+                "sent_mb": 8 * (dim + dim * (dim + 1) / 2) / 1e6,
+            }  # fmt: skip
+            table.append(row)
+            print(
+                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:3.0f} GB "
+                f"{row['s_mb']:4.0f} MB {row['sent_mb']:4.0f} MB"
+            )
+    return {"record_and_parameter": unit, "update": h, "spectrum": e, "table": table}
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
-    if sys.argv[1:2] == ["worker"]:
-        work(sys.argv[2:])
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["ranks", "parameters", "dimensions", "estimate"])
+    parser.add_argument("--log", required=True, help="finished measurements, one line of JSON each")
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_one(options.one, options.log)))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=list(PARTS), help="all by default")
-    parser.add_argument("--records", type=int, default=4096, help="of the pass that ranks share")
-    parser.add_argument("--dim", type=int, default=400, help="its k")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", help="JSON file")
-    arguments = parser.parse_args()
-    results = {}
-    for name in arguments.parts:
-        results[name] = PARTS[name](arguments)
-        print(f"\n{name}\n\n{table(results[name])}", flush=True)
-    if arguments.out:
-        with open(arguments.out, "w") as file:
+    estimated = ["parameters", "dimensions"] if "estimate" in options.parts else []
+    needed = [part for part in ITEMS if part in (*options.parts, *estimated)]
+    found = measure(needed, options.log)
+    results: dict[str, object] = {"measured": found}
+    for part in options.parts:
+        if part == "estimate":
+            results["estimate"] = estimate(found)
+        else:
+            {"ranks": print_ranks, "parameters": print_parameters, "dimensions": print_dimensions}[part](found)
+        print()
+    if options.out:
+        with open(options.out, "w") as file:
             json.dump(results, file, indent=1)
 
 

@@ -1,9 +1,9 @@
 """The files behind the experiments: where they are looked for, how they are downloaded, and how they are read.
 
-A data directory holds ``mnist/``, ``physionet2012/`` and ``eicu_demo/``, each with the files of its publisher, gzip or
-not. A file is looked for in the directory given by the caller, in the one named by ``OPACUS_EXPM_DATA`` and in the
-cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them it is downloaded to the cache
-and its SHA-256 is checked. Files that are already there are read as they are.
+A data directory holds ``mnist/``, ``physionet2012/``, ``eicu_demo/`` and ``sms_spam/``, each with the files of its
+publisher, gzip or not. A file is looked for in the directory given by the caller, in the one named by
+``OPACUS_EXPM_DATA`` and in the cache (``OPACUS_EXPM_CACHE``, else ``~/.cache/opacus_expm``); if it is in none of them it
+is downloaded to the cache and its SHA-256 is checked. Files that are already there are read as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import tarfile
 import tempfile
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ class File:
         urls: where to get it, in order of preference.
         sha256: digest of the content, decompressed if the file is gzip.
         packed: the digest is of the file as it is downloaded, compressed.
+        member: what is downloaded is a zip archive, and the file is this member of it.
     """
 
     name: str
     urls: tuple[str, ...]
     sha256: str
     packed: bool = False
+    member: str | None = None
 
 
 def _mnist(name: str, sha256: str) -> File:
@@ -111,6 +114,14 @@ EICU_DEMO = (
     ),
 )
 
+# Of the text as published; several public loaders give the same digest.
+SMS_SPAM = File(
+    "sms_spam/SMSSpamCollection",
+    ("https://archive.ics.uci.edu/static/public/228/sms+spam+collection.zip",),
+    "7d039a24a6083ed9ef0f806ebad56bbb976e3aeb8de05669173bfdc4996c239d",
+    member="SMSSpamCollection",
+)
+
 
 def cache_dir() -> Path:
     """Where downloads, parsed tables and pretrained weights are kept."""
@@ -162,7 +173,7 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
         if url.endswith(".gz"):
             target = target.with_name(target.name + ".gz")
         try:
-            download(url, target, file.sha256, packed=file.packed)
+            download(url, target, file.sha256, packed=file.packed, member=file.member)
         except (OSError, ValueError, http.client.HTTPException) as error:
             failures.append(f"{url}: {error}")
         else:
@@ -174,7 +185,7 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
     )
 
 
-def download(url: str, path: Path, sha256: str, *, packed: bool = False) -> None:
+def download(url: str, path: Path, sha256: str, *, packed: bool = False, member: str | None = None) -> None:
     """Download to ``path``, unless the SHA-256 is another one: then nothing is left behind.
 
     Args:
@@ -182,14 +193,17 @@ def download(url: str, path: Path, sha256: str, *, packed: bool = False) -> None
         path: what to write; its directory is made.
         sha256: the digest, in hexadecimal.
         packed: of the bytes as they come; by default a gzip file is decompressed first.
+        member: take this member out of the zip archive that comes; digest and ``path`` are the member's.
 
     Raises:
         OSError: the download failed or ended early.
-        ValueError: the digest does not match.
+        ValueError: the digest does not match, or the archive is not one with that member.
     """
     request = urllib.request.Request(url, headers={"User-Agent": "opacus-expm"})
     with urllib.request.urlopen(request, timeout=60) as response:
         content = response.read()
+    if member is not None:
+        content = _member(content, member)
     found = hashlib.sha256(content if packed else _decompressed(content, url)).hexdigest()
     if found != sha256:
         raise ValueError(f"SHA-256 must be {sha256}, got {found}")
@@ -204,6 +218,15 @@ def _decompressed(content: bytes, name: object) -> bytes:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{name} is no sound gzip file: {error}") from error
+
+
+def _member(archive: bytes, name: str) -> bytes:
+    """One file of a zip archive."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as members:
+            return members.read(name)
+    except (zipfile.BadZipFile, KeyError, zlib.error) as error:
+        raise ValueError(f"what came is no sound zip archive with {name!r} inside: {error}") from error
 
 
 def read(path: Path) -> bytes:
@@ -242,6 +265,33 @@ def mnist(data_dir: AnyPath | None = None) -> tuple[npt.NDArray[np.uint8], ...]:
                 f"{path} must hold images of 28 × 28 with one label each, got {images.shape} and labels {labels.shape}"
             )
     return arrays
+
+
+# --- text messages ---------------------------------------------------------------------------------------------------
+
+
+def sms_spam(data_dir: AnyPath | None = None) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """The UCI SMS Spam Collection (CC BY 4.0): 5,574 messages and whether each is spam, in the order of the file.
+
+    Some messages occur more than once. A split into a public and a private part, or into training and test, should keep
+    equal messages on one side.
+
+    Raises:
+        ValueError: a line that is not ``ham`` or ``spam``, a tab and a message.
+    """
+    path = find(SMS_SPAM, data_dir)
+    texts, spam = [], []
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # a message may hold other line separators
+        if not line.strip():
+            continue
+        label, tab, text = line.rstrip("\r").partition("\t")
+        if label not in ("ham", "spam") or not tab:
+            raise ValueError(f"{path}, line {number} must be 'ham' or 'spam', a tab and a message")
+        texts.append(text)
+        spam.append(label == "spam")
+    if not texts:
+        raise ValueError(f"{path} must hold messages, got none")
+    return texts, np.array(spam)
 
 
 # --- clinical tables -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ the mechanism needs the m rows of a Jacobian in evaluation mode instead of one g
 * a layer's output gradient is taken at the layer's own edge of the autograd graph instead of in a backward
   hook: in-place activations are harmless there, nothing is added to ``.grad``, and the weights' batch
   gradients, which nobody needs, are never computed;
-* each layer's per-sample gradient is projected as soon as it exists and dropped, so that memory holds one
-  layer's (B, p_layer) block and the (B, r, k) result instead of (B, r, p).
+* each layer's per-sample gradient is projected as soon as it exists and dropped, a few records at a time, so that
+  memory holds the activations, one layer's gradients of those few, and the (B, r, k) result instead of (B, r, p).
 
 Every type in Opacus's ``GRAD_SAMPLERS`` is served by its registered function, other layers with one tensor in and out
 by Opacus's functorch fallback. Common layers have rules of their own (``layer_rules``), because their structure
@@ -174,11 +174,11 @@ class ProjectedGradSampleModule(GradSampleModule):
             return RULES[type(layer)](layer, activations, self._places, rows)
         function = self.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
 
-        def gradients(call_number: int, backprop: Tensor) -> PerSampleGradients:
-            found: PerSampleGradients = function(layer, [activations[call_number]], backprop)
+        def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
+            found: PerSampleGradients = function(layer, [activations[number][piece]], backprop)
             return found
 
-        return self._places.rule(gradients)
+        return self._places.rule(layer, gradients)
 
 
 def hooks_for(module: nn.Module, layout: Layout, projection: Projection, example: Any) -> ProjectedGradSampleModule:

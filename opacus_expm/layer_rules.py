@@ -8,11 +8,14 @@ product of a linear layer's input with a dense projection.
 The gradient of a linear layer or a convolution is the product of output gradient and input, that of an embedding
 touches only the rows that were looked up, that of a normalisation (BatchNorm in evaluation mode) is that of a diagonal
 map. Everything else goes through Opacus's own samplers (``grad_sample``).
+
+A layer's per-sample gradients exist for a few records at a time (``Places.pieces``), projected and dropped before the
+next few: memory does not grow with batch × parameters, and what is written is read again while it is still in cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +23,13 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
-from opacus_expm.projection import Projection, Stiefel
+from opacus_expm.projection import Projection, Sparse, Stiefel
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Rule = Callable[[Tensor, Sequence[Tensor | None]], None]  # (row (B, k) to add to, output gradients of the calls)
+_PIECE_ELEMENTS = 2**22  # of per-sample gradients at a time: 16 MiB in float32, within reach of a cache
+_DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +45,29 @@ class Places:
             if parameter in self.starts:
                 self.projection.add_projected(row, gradient.flatten(1), self.starts[parameter])
 
-    def rule(self, gradients: Callable[[int, Tensor], PerSampleGradients]) -> Rule:
-        """The rule that adds up a layer's calls before projecting once; ``gradients`` takes a call's number."""
+    def pieces(self, batch: int, layer: nn.Module) -> Iterator[slice]:
+        """The records of a batch, a few at a time: as many as keep the layer's per-sample gradients small."""
+        size = max((p.numel() for p in layer.parameters(recurse=False) if p in self.starts), default=1)
+        least = 1 if isinstance(self.projection, Sparse) else _DENSE_RECORDS
+        step = max(least, _PIECE_ELEMENTS // max(size, 1))
+        for start in range(0, batch, step):
+            yield slice(start, start + step)
+
+    def rule(self, layer: nn.Module, gradients: Callable[[int, slice, Tensor], PerSampleGradients]) -> Rule:
+        """The rule that adds up a layer's calls before projecting once.
+
+        ``gradients`` takes a call's number, some of its records and their output gradients.
+        """
 
         def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
-            total: PerSampleGradients = {}
-            for number, backprop in enumerate(backprops):
-                if backprop is None:
-                    continue
-                for parameter, gradient in gradients(number, backprop.detach()).items():
-                    total[parameter] = total[parameter] + gradient if parameter in total else gradient
-            self.add(row, total)
+            for piece in self.pieces(len(row), layer):
+                total: PerSampleGradients = {}
+                for number, backprop in enumerate(backprops):
+                    if backprop is None:
+                        continue
+                    for parameter, gradient in gradients(number, piece, backprop.detach()[piece]).items():
+                        total[parameter] = total[parameter] + gradient if parameter in total else gradient
+                self.add(row[piece], total)
 
         return apply
 
@@ -72,14 +89,13 @@ def _linear(layer: nn.Linear, activations: list[Tensor], places: Places, rows: i
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         d = _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
-        gradients: PerSampleGradients = {}
         if contracted is not None:
             row += torch.einsum("bo,bok->bk", d[:, 0], contracted)
         elif weight in places.starts:
-            gradients[weight] = torch.bmm(d.transpose(1, 2), x)
+            for piece in places.pieces(len(row), layer):
+                places.add(row[piece], {weight: torch.bmm(d[piece].transpose(1, 2), x[piece])})
         if bias is not None and bias in places.starts:
-            gradients[bias] = d.sum(1)
-        places.add(row, gradients)
+            places.add(row, {bias: d.sum(1)})
 
     return apply
 
@@ -105,18 +121,19 @@ def _convolution(
     """Weight gradient: output gradient (channels × positions) times the input patches, unfolded once."""
     windows = [_unfolded(layer, x) for x in activations]
 
-    def gradients(number: int, backprop: Tensor) -> PerSampleGradients:
-        batch, groups, positions, patch = windows[number].shape
+    def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
+        window = windows[number][piece]
+        batch, groups, positions, patch = window.shape
         d = backprop.reshape(batch * groups, layer.out_channels // groups, positions)
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            product = torch.bmm(d, windows[number].reshape(batch * groups, positions, patch))
+            product = torch.bmm(d, window.reshape(batch * groups, positions, patch))
             found[layer.weight] = product.reshape(batch, *layer.weight.shape)
         if layer.bias is not None and layer.bias in places.starts:
             found[layer.bias] = d.sum(2).reshape(batch, layer.out_channels)
         return found
 
-    return places.rule(gradients)
+    return places.rule(layer, gradients)
 
 
 def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
@@ -184,15 +201,15 @@ def _affine(
 ) -> Rule:
     """Weight and bias gradients of x̂γ + β: output gradient times x̂, and output gradient, summed for each record."""
 
-    def gradients(number: int, backprop: Tensor) -> PerSampleGradients:
+    def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            found[layer.weight] = per_record(backprop * standardised[number])
+            found[layer.weight] = per_record(backprop * standardised[number][piece])
         if layer.bias is not None and layer.bias in places.starts:
             found[layer.bias] = per_record(backprop)
         return found
 
-    return places.rule(gradients)
+    return places.rule(layer, gradients)
 
 
 RULES: dict[type[nn.Module], Callable[..., Rule]] = {

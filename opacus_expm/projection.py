@@ -124,7 +124,8 @@ class Sparse:
     """One non-zero per row: a random permutation of the coordinates dealt into k buckets, with random signs.
 
     Column j is ±1/√n_j on the n_j coordinates of bucket j: exactly orthonormal columns, O(p) memory and
-    O(p) work for a vector.
+    O(p) work for a vector. 8 bytes a coordinate are held (bucket and weight), 16 while they are generated; from the
+    seed alone the same map comes back in any process.
     """
 
     bucket: Tensor = field(repr=False)
@@ -138,10 +139,12 @@ class Sparse:
         """Deal the coordinates from a seed."""
         random = np.random.Generator(np.random.Philox(seed))
         bucket = np.empty(size, dtype=np.int32)
-        bucket[random.permutation(size)] = np.arange(size, dtype=np.int64) % dim
-        signs = random.integers(0, 2, size=size, dtype=np.int8) * 2.0 - 1.0
-        weight = signs / np.sqrt(np.bincount(bucket, minlength=dim))[bucket]
-        return cls(torch.from_numpy(bucket).to(device), torch.from_numpy(weight).to(device, dtype), dim, seed)
+        bucket[random.permutation(size)] = np.resize(np.arange(dim, dtype=np.int32), size)
+        signs = torch.from_numpy(random.integers(0, 2, size=size, dtype=np.int8)).mul_(2).sub_(1)
+        # In the target's type from the start: a float64 copy would be the largest array of all.
+        magnitude = torch.from_numpy(1 / np.sqrt(np.bincount(bucket, minlength=dim))).to(dtype)
+        weight = magnitude[torch.from_numpy(bucket)].mul_(signs)
+        return cls(torch.from_numpy(bucket).to(device), weight.to(device), dim, seed)
 
     @property
     def size(self) -> int:

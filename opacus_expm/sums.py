@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.criteria import Criterion
+from opacus_expm.symmetric import SymmetricSum
 
 ADJACENCIES = ("add_remove", "replace_one")
 CLIPPINGS = ("separate", "joint")
@@ -413,7 +414,7 @@ class ClippedAdder:
     ):
         self._bounds, self._joint_radius = (max_grad_norm, max_curvature), joint_radius
         self._g = None if start is None else start.gradient.clone()
-        self._s = None if start is None or start.curvature is None else start.curvature.clone()
+        self._s = None if start is None or start.curvature is None else SymmetricSum.starting_at(start.curvature)
         self._parallel = start is not None and start.parallel
         self._rank = 0 if start is None else start.rank
 
@@ -428,7 +429,9 @@ class ClippedAdder:
         self._g = g if self._g is None else self._g + g
         if records.factors is not None and self._bounds[1] > 0:
             b = (records.factors * scale_h.sqrt()[:, None, None]).flatten(0, 1)
-            self._s = b.T @ b if self._s is None else self._s.addmm_(b.T, b)
+            if self._s is None:
+                self._s = SymmetricSum(b.shape[1], b.device)
+            self._s.add(b)
             self._rank = min(records.factors.shape[1:])
         self._parallel = records.parallel
 
@@ -437,7 +440,8 @@ class ClippedAdder:
         if self._g is None:
             raise ValueError("loader is empty: it yielded no record")
         parallel = self._parallel or self._g.shape[0] == 1
-        return ClippedSums(self._g, self._s, *self._bounds, parallel, self._rank, self._joint_radius)
+        curvature = None if self._s is None else self._s.result()
+        return ClippedSums(self._g, curvature, *self._bounds, parallel, self._rank, self._joint_radius)
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:

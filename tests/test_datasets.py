@@ -9,6 +9,7 @@ import os
 import tarfile
 import threading
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,39 @@ def test_a_digest_can_be_of_the_packed_file(cache, server):
     assert (cache / "name").read_bytes() == content
 
 
+def zipped(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def test_a_member_of_a_zip_archive_is_kept_alone(cache, server):
+    url, served = server
+    content = zipped(readme=b"about", wanted=CONTENT)
+    served["/all.zip"] = content, len(content)
+    path = datasets.find(File("kind/name.txt", (url + "all.zip",), DIGEST, member="wanted"))
+    assert path.read_bytes() == CONTENT
+    assert files_in(cache) == ["kind/name.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (zipped(wanted=b"other"), f"SHA-256 must be {DIGEST}, got"),
+        (zipped(readme=CONTENT), "no sound zip archive with 'wanted' inside"),
+        (zipped(wanted=CONTENT)[:40], "no sound zip archive with 'wanted' inside"),
+    ],
+)
+def test_a_zip_archive_that_came_wrong_leaves_nothing(cache, server, content, reason):
+    url, served = server
+    served["/all.zip"] = content, len(content)
+    with pytest.raises(FileNotFoundError, match=reason):
+        datasets.find(File("kind/name.txt", (url + "all.zip",), DIGEST, member="wanted"))
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize(
     ("content", "missing", "reason"),
     [
@@ -192,6 +226,43 @@ def test_published_files_have_the_digests_that_are_checked(real_data):
     listed = [*datasets.MNIST, *datasets.EICU_DEMO, *(outcomes for _, outcomes in datasets.PHYSIONET2012.values())]
     for file in listed:
         assert hashlib.sha256(datasets.read(datasets.find(file, real_data))).hexdigest() == file.sha256, file.name
+
+
+# --- text messages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_text_messages(tmp_path, ending, compress):
+    text = ending.join(["ham\tOk lar...\twith a tab", "spam\tWIN £100\x85now!", "ham\t", ""]).encode()
+    name = "SMSSpamCollection.gz" if compress else "SMSSpamCollection"
+    put(tmp_path / "sms_spam" / name, gzip.compress(text, mtime=0) if compress else text)
+    texts, spam = datasets.sms_spam(tmp_path)
+    assert texts == ["Ok lar...\twith a tab", "WIN £100\x85now!", ""]
+    assert spam.dtype == bool
+    assert spam.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ham\tfine\neggs\tno\n", r"SMSSpamCollection, line 2 must be 'ham' or 'spam', a tab and a message"),
+        ("ham fine\n", r"SMSSpamCollection, line 1 must be 'ham' or 'spam', a tab and a message"),
+        ("\n", "SMSSpamCollection must hold messages, got none"),
+        ("ham\t£\n", "SMSSpamCollection must be text in UTF-8"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, message):
+    put(tmp_path / "sms_spam/SMSSpamCollection", text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        datasets.sms_spam(tmp_path)
+
+
+def test_the_published_messages(real_data):
+    texts, spam = datasets.sms_spam(real_data)
+    assert (len(texts), spam.sum()) == (5574, 747)
+    content = datasets.read(datasets.find(datasets.SMS_SPAM, real_data)).replace(b"\r\n", b"\n")
+    assert hashlib.sha256(content).hexdigest() == datasets.SMS_SPAM.sha256
 
 
 # --- MNIST -----------------------------------------------------------------------------------------------------------
