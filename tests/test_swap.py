@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics, swap
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics
 from opacus_expm.sampling import Exact
 from opacus_expm.sums import ClippedSums
 from opacus_expm.swap import PrivateNumber
