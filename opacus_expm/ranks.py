@@ -9,8 +9,8 @@ do. The network between the ranks is part of the trusted side: sums and counts a
 
 **Failure:** every exchange begins with a word from every rank that it got this far. A rank that raised says so instead,
 and all others raise ``RankFailed``; a rank that was killed or hangs breaks the exchange, at the latest after the process
-group's timeout (``init_process_group(timeout=...)``). The charge comes after the last exchange that a draw needs, so a
-rank that fails before it leaves nothing charged, and one that fails later nothing released.
+group's timeout (``init_process_group(timeout=...)``). The charge comes after the word of every rank that its pass is
+done, so a rank that fails in the pass leaves nothing charged, and one that fails later leaves nothing released.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Ranks:
         """
         if self.count == 1:
             return
-        word = torch.tensor([self.rank + 1 if failed else 0])
+        word = torch.tensor([self.rank + 1 if failed else 0], device="cpu")
         self._exchange(lambda group: dist.all_reduce(word, dist.ReduceOp.MAX, group))
         if int(word) and not failed:
             raise RankFailed(
@@ -150,10 +150,10 @@ class Ranks:
         return total
 
     def from_leader(self, values: Tensor) -> Tensor:
-        """The leading rank's values (CPU), whatever stands in those of the others."""
+        """The leading rank's values, on the CPU, whatever stands in those of the others."""
         if self.count == 1:
             return values
-        received = values.clone()
+        received = values.to("cpu", copy=True)
         self.ready()
         self._exchange(lambda group: dist.broadcast(received, 0, group))
         return received
