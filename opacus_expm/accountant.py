@@ -263,8 +263,8 @@ class ExpMAccountant(IAccountant):
         self._check_countable()
         for plan in alternatives:
             self._check_budget([plan], epsilon, delta)
-        self._plan = _Plan(alternatives, list(self.releases), list(self.history))
         try:
+            self._plan = _Plan(alternatives, list(self.releases), list(self.history))
             yield
         finally:
             self._plan = None
@@ -391,14 +391,13 @@ class ExpMAccountant(IAccountant):
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"a saved ledger is a dictionary, got {type(state_dict).__name__}")
-        if "mechanism" in state_dict and state_dict["mechanism"] != self.mechanism():
+        if state_dict.get("mechanism", self.mechanism()) != self.mechanism():
             raise ValueError(f"the state of a {state_dict['mechanism']!r} accountant cannot be loaded into 'expm'")
         saved, runs = state_dict.get("releases"), state_dict.get("history")
-        if not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
+        if "mechanism" not in state_dict or not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
-        super().load_state_dict(state_dict)  # checks the mechanism
         self.history, self.releases = history, releases
 
     def _refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``opacus-expm compare`` and ``opacus-expm epsilon``."""
+"""The command line: ``opacus-expm compare``, ``reproduce``, ``audit`` and ``epsilon``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opacus_expm import tasks
+from opacus_expm import audit, tasks
 from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
+from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
 
 
 def compared(
@@ -45,6 +46,37 @@ def compared(
         found.plot(out / f"{name}.png")
     except ImportError as error:  # the numbers are there without it
         print(f"no figure: {error}", file=sys.stderr)
+    return found
+
+
+def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int | None) -> bool:
+    """Print an audit's tables, each as soon as it is there; whether all claims held that are made."""
+    print("Worst neighbouring data sets within the clipping bounds, exactly:\n")
+    exact = audit.audit_exact(epsilon, delta)
+    print(exact, "\n\nA canary, told from released models alone (lower bounds, 95 % confidence):\n", sep="", flush=True)
+    box = audit.audit_black_box(epsilon, delta, releases=releases, draws=draws, seed=seed)
+    print(
+        box,
+        "\n\nThe source paper's practice, bounds read off the private data (no guarantee is stated for it):\n",
+        sep="",
+    )
+    print(audit.paper_practice(epsilon))
+    return exact.holds and box.holds
+
+
+def reproduced(
+    name: str, draws: int | None, test_records: int | None, seed: int, out: Path, quick: bool, data_dir: Path | None
+) -> Reproduction:
+    """The paper's figures of a task, with their data as JSON and the table of claims, in ``out``."""
+    found = reproduce_task(
+        name, draws=draws, test_records=test_records, seed=seed, quick=quick, data_dir=data_dir, out=out
+    )
+    found.to_json(out / f"{name}.json")
+    (out / f"{name}.md").write_text(found.table() + "\n", encoding="utf-8")
+    try:
+        found.plot(out)
+    except ImportError as error:  # the numbers are there without it
+        print(f"no figures: {error}", file=sys.stderr)
     return found
 
 
@@ -104,6 +136,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
     side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
+    check = commands.add_parser(
+        "audit", help="what the mechanism reveals, found on synthetic data, beside what it claims"
+    )
+    check.add_argument("--epsilon", type=float, default=1.0, help="budget (default: %(default)s)")
+    check.add_argument("--delta", type=float, default=1e-5, help="of 'gaussian' and DP-SGD (default: %(default)s)")
+    check.add_argument(
+        "--releases", type=int, default=1000, help="whole releases of each engine (default: %(default)s)"
+    )
+    check.add_argument("--draws", type=int, default=60_000, help="draws from one pass (default: %(default)s)")
+    check.add_argument("--seed", type=int, help="of the black boxes' noise (default: fresh)")
+    again = commands.add_parser("reproduce", help="the source paper's figures, with its calibration and with ours")
+    again.add_argument("task", choices=TASKS, nargs="+", help="sine is synthetic; the others need data")
+    again.add_argument("--draws", type=int, help="simulated candidates a point (default: 500; quick: 20)")
+    again.add_argument(
+        "--test-records", type=int, help="test records that score them (default: all; mnist: 500; quick mnist: 200)"
+    )
+    again.add_argument("--seed", type=int, default=0, help="of data, subspaces and noise (default: %(default)s)")
+    again.add_argument(
+        "--out", type=Path, help="directory for results; a run goes on there (default: reproduction-TASK)"
+    )
+    again.add_argument("--quick", action="store_true", help="few draws and records: about a minute")
+    again.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
     cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
     cost.add_argument(
@@ -127,6 +181,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(result.table())
             print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
+        elif options.command == "audit":
+            return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
+        elif options.command == "reproduce":
+            out, found_claims = options.out, []
+            for name in options.task:
+                found_claims.append(
+                    reproduced(
+                        name,
+                        options.draws,
+                        options.test_records,
+                        options.seed,
+                        out,
+                        options.quick,
+                        options.data_dir,
+                    )
+                )
+                print(found_claims[-1].table() + "\n")
+            if len(found_claims) > 1:
+                print(summary(found_claims) + "\n")
+            print(f"written to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         else:
             found = spent(options.ledger, options.delta)
             print(json.dumps(found, indent=1) if options.json else _spent_text(found))

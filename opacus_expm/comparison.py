@@ -55,6 +55,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check, curves
 from opacus_expm.engine import ExpMQuadEngine
+from opacus_expm.journal import Journal, canonical, finite
 from opacus_expm.model import check_module
 from opacus_expm.projection import PUBLIC_KINDS
 from opacus_expm.statistics import Statistics
@@ -102,7 +103,10 @@ QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private
     "non-private": ({"learning_rate": (1e-2,), "batch_size": (256,), "epochs": (10,)},),
     "dp-sgd": tuple({**grid, "learning_rate": (0.003, 0.01, 0.03)} for grid in DP_SGD_GRID[:2]),
     "expm": ({**_NEWTON, "radius": (0.03, 0.1, 0.3), "regularization": (0.0, None)},),
-    "expm-delta": ({**_NEWTON, "radius": (1.0, 2.0, 4.0), "rounds": (4, 8)},),
+    "expm-delta": (
+        {**_NEWTON, "radius": (1.0, 2.0), "rounds": (8,)},
+        {**_NEWTON, "damping": (None,), "radius": (3.0, 6.0), "rounds": (4, 8)},
+    ),
 }
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end
@@ -297,7 +301,9 @@ def compare(
     candidates = {method: _candidates(searched[method], parameters) for method in searched}
     lab = _Lab(task)
     search, full = _Bench(_held_out(task, validation), lab, delta), _Bench(task, lab, delta)
-    journal = _Journal(None if out is None else Path(out) / _FILE, _digest(task, delta, validation))
+    journal = Journal(
+        None if out is None else Path(out) / _FILE, task_digest(task, delta, validation), _Outcome.from_facts
+    )
 
     tuned = [
         _Cell("trial", method, epsilon, _TUNING_SEED + trial, settings)
@@ -314,7 +320,9 @@ def compare(
         def run(bench: _Bench, cells: list[_Cell]) -> dict[str, _Outcome]:
             found = {}
             for cell in sorted(cells, key=_Cell.order):  # cells that share a pass come together; otherwise as listed
-                found[cell.key()] = journal.get(cell) or journal.put(cell, bench.run(cell))
+                facts = dataclasses.asdict(cell)
+                kept = journal.get(facts) or journal.put(facts, dataclasses.asdict(bench.run(cell)))
+                found[cell.key()] = _Outcome.from_facts(kept)
                 bar.update()
             return found
 
@@ -381,6 +389,12 @@ class Row:
     memory: float | None
     settings: Settings
 
+    def __post_init__(self) -> None:
+        _check.one_of("method", self.method, METHODS)
+        _check_budget(self.epsilon, self.delta)
+        _check_measured(self)
+        _check_settings(self.settings)
+
     @property
     def mean(self) -> float:
         """Mean of the values."""
@@ -402,6 +416,11 @@ class Candidate:
     epsilon: float | None
     settings: Settings
     score: float
+
+    def __post_init__(self) -> None:
+        _check.one_of("method", self.method, METHODS)
+        _check_budget(self.epsilon, None)
+        _check_settings(self.settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -474,8 +493,8 @@ class Comparison:
             if r.method != "zero-shot"
         ]
         parts = [
-            _markdown([self._metric_name(), *budgets], results),
-            _markdown(["method", "ε", "seconds", "peak MiB", "settings chosen"], costs),
+            markdown([self._metric_name(), *budgets], results),
+            markdown(["method", "ε", "seconds", "peak MiB", "settings chosen"], costs),
             "\n".join(self._conditions()),
         ]
         return "\n\n".join(parts)
@@ -516,7 +535,7 @@ class Comparison:
                 "the pretraining only."
             )
         if self.search:
-            tried = {m: len({_canonical(c.settings) for c in self.search if c.method == m}) for m in LABELS}
+            tried = {m: len({canonical(c.settings) for c in self.search if c.method == m}) for m in LABELS}
             counts = ", ".join(f"{LABELS[m]}: {count}" for m, count in tried.items() if count)
             runs = "1 run each" if self.trials == 1 else f"{self.trials} runs each"
             lines.append(
@@ -533,14 +552,12 @@ class Comparison:
             writer.writerow(_COLUMNS)
             for r in self.rows:
                 numbers = [r.mean, r.std, len(r.values), int(r.simulated), r.seconds, r.memory]
-                writer.writerow(
-                    [self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, _canonical(r.settings)]
-                )
+                writer.writerow([self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, canonical(r.settings)])
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Write everything."""
         content = {"format": 1, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(_finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Comparison:
@@ -560,8 +577,10 @@ class Comparison:
             }
             content["rows"] = tuple(Row(**{**row, "values": _numbers(row["values"])}) for row in content["rows"])
             content["search"] = tuple(Candidate(**{**c, "score": _numbers([c["score"]])[0]}) for c in content["search"])
-            return cls(**content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = cls(**content)
+            found.table()  # which needs all of it
+            return found
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"path {str(path)!r} holds no comparison written by to_json: {error}") from error
 
     def plot(self, where: str | PathLike[str] | Axes | None = None) -> Axes:
@@ -647,6 +666,14 @@ class _Outcome:
     memory: float | None
     simulated: bool = False
 
+    def __post_init__(self) -> None:
+        _check_measured(self)
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> _Outcome:
+        """As the journal has it."""
+        return cls(**{**facts, "values": _numbers(facts["values"])})
+
 
 @dataclass(frozen=True)
 class _Cell:
@@ -661,13 +688,13 @@ class _Cell:
 
     def key(self) -> str:
         """The cell in one line."""
-        return _canonical(dataclasses.asdict(self))
+        return canonical(dataclasses.asdict(self))
 
     def shared(self) -> str:
         """The pass over the data that the cell draws from, empty where it has none to share."""
         if not self.method.startswith("expm") or self.settings.get("rounds", 1) != 1:
             return ""
-        return _canonical([self.seed, _gathering(self.settings)])
+        return canonical([self.seed, _gathering(self.settings)])
 
     def order(self) -> tuple[int, str]:
         """Sorts cells so that those of one pass are neighbours."""
@@ -689,7 +716,7 @@ class _Lab:
         """What the public curvature costs, where the settings need it; the engine computes it once and keeps it."""
         if settings.get("projection") not in PUBLIC_KINDS:
             return _Cost(0.0)
-        key = _canonical([settings.get(name) for name in ("projection", "proj_dim", "public_rank")])
+        key = canonical([settings.get(name) for name in ("projection", "proj_dim", "public_rank")])
         if key not in self._prepared:
             options = {**_gathering(settings), **data, "max_grad_norm": 1.0, "max_curvature": 0.0}
             x, y = next(iter(self.public_loader))
@@ -784,51 +811,11 @@ class _Bench:
         return _Outcome(values, cost.seconds, cost.memory, cell.draws > 1)
 
 
-class _Journal:
-    """Finished cells, one JSON line each, under a configuration's digest; in memory only without a path."""
-
-    def __init__(self, path: Path | None, configuration: str):
-        self._path, self._configuration = path, configuration
-        self._found: dict[str, _Outcome] = {}
-        self._torn = False
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-        self._torn = lines[-1] != ""  # an interrupted write; what follows starts on a line of its own
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                if entry["configuration"] == configuration:
-                    outcome = {**entry["outcome"], "values": _numbers(entry["outcome"]["values"])}
-                    self._found[_canonical(entry["cell"])] = _Outcome(**outcome)
-            except (KeyError, TypeError, ValueError):
-                continue
-
-    def get(self, cell: _Cell) -> _Outcome | None:
-        """The outcome of a finished cell."""
-        return self._found.get(cell.key())
-
-    def put(self, cell: _Cell, outcome: _Outcome) -> _Outcome:
-        """Keep an outcome."""
-        self._found[cell.key()] = outcome
-        if self._path is not None:
-            entry = {
-                "configuration": self._configuration,
-                "cell": dataclasses.asdict(cell),
-                "outcome": dataclasses.asdict(outcome),
-            }
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + json.dumps(_finite(entry)) + "\n")
-            self._torn = False
-        return outcome
-
-
-def _digest(task: Task, delta: float, validation: float) -> str:
-    """What a finished cell depends on beside its own key."""
+def task_digest(task: Task, *facts: object) -> str:
+    """Of the version, a task's data and model, and whatever else the cells depend on."""
     digest = hashlib.sha256()
-    facts = [version("opacus-expm"), task.name, task.metric, delta, validation]
-    digest.update(_canonical([*facts, repr(task.model), repr(task.criterion)]).encode())
+    named = [version("opacus-expm"), task.name, task.metric, *facts]
+    digest.update(canonical([*named, repr(task.model), repr(task.criterion)]).encode())
     tensors = {**task.model.state_dict(), **{f"criterion.{k}": v for k, v in task.criterion.state_dict().items()}}
     for name in ("public", "private", "test"):
         tensors.update({f"{name}.{i}": t for i, t in enumerate(_tensors(name, getattr(task, name)))})
@@ -892,7 +879,7 @@ def _candidates(grids: Sequence[Grid], parameters: int) -> list[Settings]:
             settings = dict(zip(grid, values, strict=True))
             if settings.get("proj_dim") is not None and settings["proj_dim"] >= parameters:
                 settings["proj_dim"] = None
-            found.setdefault(_canonical(settings), settings)
+            found.setdefault(canonical(settings), settings)
     return list(found.values())
 
 
@@ -996,23 +983,39 @@ def _checked_seeds(seeds: object) -> tuple[int, ...]:
     return tuple(range(_check.positive_int("seeds", seeds)))
 
 
-def _canonical(value: object) -> str:
-    """JSON in one spelling."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null in place of numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
     """Numbers as they were before ``_finite``; what was not finite is NaN."""
+    if not isinstance(values, list | tuple) or not all(v is None or _is_number(v) for v in values):
+        raise ValueError(f"values must be a list of numbers, got {values!r}")
     return tuple(math.nan if v is None else float(v) for v in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_measured(found: Row | _Outcome) -> None:
+    """What a run can have given."""
+    if not isinstance(found.values, tuple) or not found.values or not all(map(_is_number, found.values)):
+        raise ValueError(f"values must be one number a run, got {found.values!r}")
+    _check.non_negative("seconds", found.seconds)
+    if found.memory is not None:
+        _check.non_negative("memory", found.memory)
+    if not isinstance(found.simulated, bool):
+        raise TypeError(f"simulated must be True or False, got {found.simulated!r}")
+
+
+def _check_budget(epsilon: float | None, delta: float | None) -> None:
+    """ε and δ, None where there is none."""
+    if epsilon is not None:
+        _check.positive("epsilon", epsilon)
+    if delta is not None:
+        _check.fraction("delta", delta)
+
+
+def _check_settings(settings: Settings) -> None:
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings must be a mapping of names, got {settings!r}")
 
 
 def _short(value: object) -> str:
@@ -1020,7 +1023,7 @@ def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose source is aligned, too."""
     lines = [list(headings), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]

@@ -44,6 +44,7 @@ from tqdm.auto import tqdm
 from opacus_expm import _check
 from opacus_expm.model import cast_inputs, take
 
+_KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
 
 
@@ -200,6 +201,60 @@ def visited(loader: DataLoader[Any]) -> Sequence[int] | None:
     return range(len(loader.dataset))  # type: ignore[arg-type]
 
 
+def batch_size(loader: DataLoader[Any]) -> int | None:
+    """Number of records in a full batch, or None where the loader does not say."""
+    if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
+        return loader.batch_sampler.batch_size
+    return loader.batch_size
+
+
+class Pieces:
+    """How many records the network sees at once: one public number, the same for every piece of a pass.
+
+    Matrix kernels round differently for different batch sizes; were a record to fall into a batch of another size
+    because another record left, its own rows could change (a ReLU on its kink even flips). So pieces are filled up to one
+    size, a whole number of the blocks in which matrix kernels work.
+
+    **Out of memory.** All pieces have one shape, so whether they fit is a fact about the machine, the model and the shape
+    of a record, not about the values of the records. When they do not, the size is halved, from 16 to single records, and
+    the pass starts again from its first record: no record is seen in two sizes, and the sums are those of a pass that had
+    the smaller size from the beginning. Where the shape of a batch depends on its records (sequences padded to the longest
+    one), so may the size, and with it the rounding of the other records: pad to a public length.
+
+    Args:
+        max_physical_batch_size: records at a time; None takes the loader's batches.
+    """
+
+    def __init__(self, max_physical_batch_size: int | None = None):
+        if max_physical_batch_size is not None:
+            _check.positive_int("max_physical_batch_size", max_physical_batch_size)
+        self._largest = max_physical_batch_size
+        self._smaller: int | None = None
+
+    @property
+    def halved(self) -> bool:
+        """Whether memory ran out before."""
+        return self._smaller is not None
+
+    @property
+    def step(self) -> int | None:
+        """Records of a piece at the most; None leaves batches whole."""
+        return self._smaller or self._largest
+
+    def padded(self, loader: DataLoader[Any]) -> int | None:
+        """Records, with copies, of every piece; None where the loader does not say how large its batches are."""
+        size = self._largest or batch_size(loader)
+        return self._smaller or (None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS)
+
+    def halve(self, loader: DataLoader[Any]) -> bool:
+        """Take half as many records at a time from now on; False where a single one was too large."""
+        size = self.padded(loader)
+        if size is None or size == 1:
+            return False
+        self._smaller = max(1, size // (2 * _KERNEL_ROWS) * _KERNEL_ROWS)
+        return True
+
+
 def split_batch(batch: Any, name: str = "loader") -> tuple[Any, Tensor]:
     """A batch as (inputs, targets): a pair, or a mapping with the targets under ``"labels"``, as Hugging Face has it.
 
@@ -259,7 +314,7 @@ def batches(
     disable = None if progress is None else not progress
     seen = 0
     # The bar counts whole batches' worth of records: public where len(dataset) is, and no bar is shown for unsized data.
-    full = getattr(loader.batch_sampler, "batch_size", 1)
+    full = batch_size(loader) or 1
     total = None if expected is None else len(loader) * full
     hidden = True if expected is None else disable
     with tqdm(desc=name, total=total, unit="record", unit_scale=True, disable=hidden, leave=False) as bar:

@@ -17,7 +17,6 @@ import io
 import math
 import os
 import tarfile
-import tempfile
 import urllib.request
 import zipfile
 import zlib
@@ -27,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from opacus_expm import _files
 
 AnyPath = str | os.PathLike[str]
 
@@ -131,14 +132,8 @@ def cache_dir() -> Path:
 def write(path: Path, content: bytes) -> None:
     """Write a file as a whole or not at all; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with _files.replacing(path) as file:
+        file.write(content)
 
 
 def remember(path: Path, content: bytes) -> None:

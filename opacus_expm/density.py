@@ -72,10 +72,11 @@ class BallGaussian(PrivateValues):
         if excess(0.0) <= 0:
             return 0.0
         s = 0.5 * w.size + float(np.hypot(0.5 * w.size, np.linalg.norm(b)))
-        low = max(0.0, (s - float(w.max())) * (1 - 1e-9) - 1e-9)
-        high = (s - float(w.min())) * (1 + 1e-9) + 1e-9
-        if excess(low) <= 0:  # rounding put the root at the padded end
-            return low
+        low = max(0.0, s * (1 - 1e-9) - float(w.max()))
+        high = s * (1 + 1e-9) - float(w.min())
+        for end, sign in ((low, 1), (high, -1)):  # rounding may have put the root at a padded end
+            if sign * excess(end) <= 0:
+                return end
         return float(brentq(excess, low, high, xtol=1e-300, rtol=1e-12))
 
     def log_normalizer(self) -> float:
@@ -115,12 +116,17 @@ class BallGaussian(PrivateValues):
         at_kappa = 0.5 * kappa + 0.5 * float(np.sum(b**2 * inverse + np.log(2 * math.pi * inverse)))
         return at_kappa + math.log(integral) + w.size * math.log(self.radius)
 
+    def exponent(self, points: Array) -> Array:
+        """−½ξᵀPξ + bᵀξ at rows ξ, in the ball or not: the log density without its normaliser."""
+        z = points if self.basis is None else points @ self.basis
+        exponent: Array = z @ self.linear - 0.5 * z**2 @ self.precision
+        return exponent
+
     def log_density(self, points: Array) -> Array:
         """Normalised log density at rows ξ; −∞ outside the ball."""
-        z = points if self.basis is None else points @ self.basis
-        inside = np.sum(z**2, axis=1) <= self.radius**2 * (1 + 1e-12)  # ξ may have been rounded outwards
-        exponent = z @ self.linear - 0.5 * z**2 @ self.precision
-        return np.where(inside, exponent - self.log_normalizer(), -np.inf)
+        # ξ may have been rounded outwards
+        inside = np.sum(points**2, axis=1) <= self.radius**2 * (1 + 1e-12)
+        return np.where(inside, self.exponent(points) - self.log_normalizer(), -np.inf)
 
     def __repr__(self) -> str:
         return f"BallGaussian(dim={self.dim}, radius={self.radius}, private values hidden)"

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, data, swap
+from opacus_expm import _check, _files, data, swap
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import QUANTILES, Uniforms, grid_counts, private_quantile, quantile_epsilon, warn_if_unreliable
 from opacus_expm.calibration import (
@@ -50,7 +50,7 @@ from opacus_expm.sums import ADJACENCIES, CLIPPINGS
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 _WIDE_BYTES = 2**28  # of full-space rows at a time
-_OWN = {"noise_generator", "progress", "max_physical_batch_size"}  # of a rank: the sums do not depend on them
+_OWN = {"noise_generator", "progress", "pieces"}  # of a rank: the sums do not depend on them
 P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
@@ -175,7 +175,8 @@ class ExpMQuadEngine:
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
                 passes. None is exact up to 64 outputs, and takes 8 probes beyond and for sequences.
-            max_physical_batch_size: records processed at a time, to cap memory.
+            max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
+                starts again (see ``data.Pieces``).
             noise_generator: for tests and simulations only; the operating system's entropy by default.
             progress: show a bar; None shows it on a terminal.
 
@@ -210,12 +211,11 @@ class ExpMQuadEngine:
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
-            "max_physical_batch_size": max_physical_batch_size,
             "noise_generator": noise_generator,
             "progress": progress,
         }
         with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **arguments):
-            plan = self._rounds(loader, proj_dim, **arguments)
+            plan = self._rounds(loader, proj_dim, pieces=data.Pieces(max_physical_batch_size), **arguments)
             module = model
             for number in range(plan.count):
                 module = plan.draw(plan.begin(module, number)(loader), number)
@@ -374,7 +374,7 @@ class ExpMQuadEngine:
             grad_sample_mode=grad_sample_mode,
             curvature_samples=curvature_samples,
             # Batches come one by one: the size of a piece cannot be read off the loader they come from.
-            max_physical_batch_size=max_physical_batch_size or data_loader.batch_size,
+            pieces=data.Pieces(max_physical_batch_size or data.batch_size(data_loader)),
             noise_generator=noise_generator,
             progress=progress,
         )
@@ -453,7 +453,7 @@ class ExpMQuadEngine:
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
-            "max_physical_batch_size": max_physical_batch_size,
+            "pieces": data.Pieces(max_physical_batch_size),
             "noise_generator": noise_generator,
             "progress": progress,
         }
@@ -498,8 +498,8 @@ class ExpMQuadEngine:
         )
         facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
         facts |= {name: settled[name] for name in ("max_grad_norm", "max_curvature", "joint_radius")}
-        batch = getattr(loader.batch_sampler, "batch_size", None)
-        return PassFile(path, {**facts, "loader": (described(loader), batch), "ranks": (ranks.rank, ranks.count)})
+        facts |= {"loader": (described(loader), data.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
+        return PassFile(path, {**facts, "max_physical_batch_size": arguments["pieces"].padded(loader)})
 
     def _settle(
         self,
@@ -521,7 +521,7 @@ class ExpMQuadEngine:
         nominal_size: int | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
-        max_physical_batch_size: int | None,
+        pieces: data.Pieces,
         noise_generator: torch.Generator | np.random.Generator | None,
         progress: bool | None,
         given: Bounds,
@@ -542,7 +542,7 @@ class ExpMQuadEngine:
         bench = Workbench(
             model,
             subspace=Subspace(projection, proj_dim, seed, curvature, damping),
-            max_physical_batch_size=max_physical_batch_size,
+            pieces=pieces,
             **settings,
         )
         bench.check_curvature(given["max_curvature"])
@@ -849,6 +849,8 @@ class ExpMQuadEngine:
     ) -> None:
         """Save a released module's weights and the ledger, as ``opacus.PrivacyEngine`` does; never statistics.
 
+        The file is there as a whole or not at all: an interruption leaves an earlier one as it was.
+
         Args:
             path: file to write.
             module: a private module.
@@ -859,7 +861,8 @@ class ExpMQuadEngine:
         content = dict(checkpoint_dict or {})
         content["module_state_dict"] = module.state_dict()
         content["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        torch.save(content, path)
+        with _files.replacing(path) as file:
+            torch.save(content, file)
 
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
         """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
@@ -872,12 +875,7 @@ class ExpMQuadEngine:
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # torch's reader fails in many ways on bytes that are no checkpoint
-            raise ValueError(f"{os.fspath(path)!r} is not a checkpoint that can be loaded safely") from error
+        content = _files.load_tensors(path)
         needed = ("module_state_dict", "privacy_accountant_state_dict")
         if not isinstance(content, dict) or any(not isinstance(content.get(key), dict) for key in needed):
             raise ValueError(
@@ -887,8 +885,11 @@ class ExpMQuadEngine:
         try:
             module.load_state_dict(content.pop("module_state_dict"))
             self.accountant.load_state_dict(content.pop("privacy_accountant_state_dict"))
-        except Exception as error:  # likewise torch, on weights that are none
+        except BaseException as error:  # an interrupt, too, must not leave new weights with an old ledger
             module.load_state_dict(before)
+            if not isinstance(error, Exception):
+                raise
+            # torch fails in many ways on weights that are none
             raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
         return content
 
@@ -1082,8 +1083,9 @@ class _Rounds:
     def _following_the_plan(self) -> Iterator[None]:
         """Charges inside are judged by the plan, unless something else was charged since."""
         accountant = self._engine.accountant
-        other, accountant._plan = accountant._plan, self._plan
+        other = accountant._plan
         try:
+            accountant._plan = self._plan
             yield
         finally:
             accountant._plan = other
@@ -1093,7 +1095,7 @@ class _Rounds:
         """T."""
         return len(self._radii)
 
-    def begin(self, module: nn.Module, number: int) -> Callable[[DataLoader[Any]], Statistics]:
+    def begin(self, module: nn.Module, number: int) -> swap.Gather:
         """A round that starts from ``module``: the function from a loader to the statistics of its records."""
         if number == 0:
             self._curvature = self._engine._public_curvature(module, **self._gathering)
@@ -1157,7 +1159,7 @@ def _full_space(model: nn.Module, **settings: Any) -> Workbench:
     """A workbench for statistics of all parameters, on few records at a time."""
     size = sum(p.numel() for p in check_module(model).parameters() if p.requires_grad)
     records = min(256, max(16, _WIDE_BYTES // (16 * 8 * size)))
-    return Workbench(model, subspace=Subspace("sparse", None, 0), max_physical_batch_size=records, **settings)
+    return Workbench(model, subspace=Subspace("sparse", None, 0), pieces=data.Pieces(records), **settings)
 
 
 def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:

@@ -18,7 +18,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from opacus_expm.model import Layout, call, outputs_of, synthetic_batch, take
+from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch, take
 from opacus_expm.projection import Projection
 
 _MAX_ELEMENTS = 2**25  # of the (records, r, p) block: 128 MiB in float32
@@ -121,8 +121,8 @@ class _Called(nn.Module):
 def _plain_attention() -> Iterator[None]:
     """Attention in plain operations: vmap has no rule for torch's fused inference kernels."""
     enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
@@ -171,6 +171,8 @@ def _failure(rows: FunctionalRows, module: nn.Module, example: Any) -> tuple[str
         outputs, pullback = rows.outputs_and_pullback(synthetic_batch(example, 2, seed=0))
         pullback(torch.ones_like(outputs)[:, None])
     except (RuntimeError, NotImplementedError) as error:
+        if ran_out_of_memory(error):
+            raise
         return (inside[-1] if inside else "the backward pass"), error
     except IndexError:  # synthetic integers may not be valid here; the real data decides
         return None

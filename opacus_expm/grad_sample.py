@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from opacus_expm.layer_rules import RULES, PerSampleGradients, Places, Rule
-from opacus_expm.model import Layout, call, outputs_of, synthetic_batch
+from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch
 from opacus_expm.projection import Projection
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
@@ -207,6 +207,8 @@ def hooks_for(module: nn.Module, layout: Layout, projection: Projection, example
         _probe(hooked, module, layout, projection, example)
     except (IndexError, RuntimeError) as error:
         hooked.cleanup()
+        if ran_out_of_memory(error):
+            raise
         raise HooksCannotServe(f"the model fails on synthetic inputs ({type(error).__name__}: {error})") from error
     except BaseException:
         hooked.cleanup()

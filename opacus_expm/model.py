@@ -206,12 +206,33 @@ def synthetic_batch(example: Any, copies: int, seed: int) -> Any:
 def exact_arithmetic() -> Iterator[None]:
     """No autocast and no TF32 inside: statistics must not be rounded to a coarser type."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every submodule has its own mode back."""
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        module.eval()
+        yield
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a graphics card or on the host."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(w in words for w in ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed"))
+    )
 
 
 def check_resolution(module: nn.Module, radius: float, size: int) -> None:

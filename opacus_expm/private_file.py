@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from opacus_expm import _files
 from opacus_expm.sums import ClippedAdder, ClippedSums
 
 MARK = "PRIVATE DATA of opacus-expm: sums over private records, without any noise; not to be published"
@@ -28,32 +28,20 @@ SECONDS = 60.0  # between two states of an unfinished pass
 
 def write_private(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
     """Write a file that only its owner may read, all of it or nothing."""
-    target = Path(path)
-    # mkstemp's files are the owner's only; the name is replaced once everything is on disk.
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save({"mark": MARK, "kind": kind, "version": VERSION, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with _files.replacing(path, mode=0o600) as file:
+        torch.save({"mark": MARK, "kind": kind, "version": VERSION, **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_private(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     """The content of such a file; no code in it is run.
 
     Raises:
-        ValueError: not a file of this kind and version.
+        OSError: the file cannot be opened.
+        ValueError: not a file of this kind and version, or a damaged one.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch's reader fails in many ways on bytes that are no such file
-        raise ValueError(f"{os.fspath(path)!r} is not a file that can be loaded safely") from error
+    content = _files.load_tensors(path)
     facts = {"mark": MARK, "kind": kind, "version": VERSION}
     if not isinstance(content, dict) or any(content.get(name) != fact for name, fact in facts.items()):
         raise ValueError(f"{os.fspath(path)!r} does not hold {kind} of opacus-expm, version {VERSION}")

@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm import _check, data, theory
 from opacus_expm._private import PrivateValues
@@ -33,6 +33,7 @@ from opacus_expm.model import (
     digest,
     exact_arithmetic,
     moved,
+    ran_out_of_memory,
     take,
     tensor_digest,
     working_copy,
@@ -57,8 +58,8 @@ MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 PAPER_INFLATION = 1.1
 _KIND = "private statistics"
 _FINGERPRINT = 1000  # coordinates, or half as many more
-_KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 Batches = Iterator[tuple[Any, Tensor]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -272,7 +273,7 @@ class Workbench:
         criterion: the loss, or None to infer it.
         grad_sample_mode: ``"hooks"``, ``"functorch"`` or None.
         curvature_samples: probes of the curvature, None for exact rows.
-        max_physical_batch_size: records at a time.
+        pieces: records at a time; halved, with a warning, when a pass runs out of memory.
         progress: show a bar.
     """
 
@@ -284,25 +285,21 @@ class Workbench:
         criterion: Callable[[Tensor, Tensor], Tensor] | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
-        max_physical_batch_size: int | None,
+        pieces: data.Pieces,
         progress: bool | None,
     ):
         module = check_module(model)
         if grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
-        for name, value in (
-            ("curvature_samples", curvature_samples),
-            ("max_physical_batch_size", max_physical_batch_size),
-        ):
-            if value is not None:
-                _check.positive_int(name, value)
+        if curvature_samples is not None:
+            _check.positive_int("curvature_samples", curvature_samples)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
         self._device, self._dtype = next(self._working.parameters()).device, compute_dtype(self._working)
         self._recipe, self._subspace = subspace, subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
-        self._max_physical_batch_size, self._progress = max_physical_batch_size, progress
+        self._pieces, self._progress = pieces, progress
         self._ready: tuple[RowSource, Criterion] | None = None
 
     def check_curvature(self, max_curvature: float | None) -> None:
@@ -317,9 +314,11 @@ class Workbench:
         self, public_loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None
     ) -> dict[str, Array]:
         """Norms of public records, by the bound they are for."""
-        with exact_arithmetic():
-            records = self._records(public_loader, "public_loader", curvature)
-            norms = [_norms(r, joint_radius) for r in records]
+
+        def once() -> list[dict[str, Array]]:
+            return [_norms(r, joint_radius) for r in self._records(public_loader, "public_loader", curvature)]
+
+        norms = self._in_memory(public_loader, "public_loader", once)
         return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
     def public_curvature(self, public_loader: DataLoader[Any], rank: int) -> PublicCurvature:
@@ -327,9 +326,10 @@ class Workbench:
 
         The workbench's own subspace must be the full space.
         """
-        kept: list[Tensor] = []
-        records = size = 0
-        with exact_arithmetic():
+
+        def once() -> PublicCurvature:
+            kept: list[Tensor] = []
+            records = size = 0
             for batch in self._records(public_loader, "public_loader", curvature=True):
                 assert batch.factors is not None
                 rows = batch.factors.flatten(0, 1).to(self._dtype)
@@ -339,6 +339,8 @@ class Workbench:
                 records, size = records + len(batch.gradients), size + rows.nbytes
             return PublicCurvature.of_rows(torch.cat(kept), records, rank, seed=0)
 
+        return self._in_memory(public_loader, "public_loader", once)
+
     def paper_bounds(self, loader: DataLoader[Any]) -> tuple[float, float]:
         """ḡ and H̄ of the source paper from the private data's own largest Jacobian and residual, inflated by 1.1.
 
@@ -346,6 +348,10 @@ class Workbench:
 
         **Privacy:** not private: one record can move a maximum as far as it likes.
         """
+        return self._in_memory(loader, "loader", lambda: self._paper_bounds(loader))
+
+    def _paper_bounds(self, loader: DataLoader[Any]) -> tuple[float, float]:
+        """One attempt at ``paper_bounds``."""
         jacobian = residual = 0.0
         source, loss, stream = self._begin(loader, "loader")
         if not isinstance(loss, CrossEntropy | MeanSquaredError):
@@ -353,16 +359,15 @@ class Workbench:
                 f"bounds='paper' is defined for cross-entropy and mean squared error, not for {type(loss).__name__}; "
                 "use bounds=None"
             )
-        with exact_arithmetic():
-            for inputs, targets in stream:
-                outputs, pullback = source.outputs_and_pullback(inputs)
-                outputs_count = outputs.shape[1]
-                rows = pullback(torch.eye(outputs_count).to(outputs).expand(len(outputs), -1, -1)).double()
-                gram = rows @ rows.transpose(1, 2)
-                jacobian = max(jacobian, float(torch.linalg.eigvalsh(gram)[:, -1].max()) ** 0.5)
-                if isinstance(loss, MeanSquaredError):
-                    gap = (outputs.double() - targets.reshape(outputs.shape).double()).norm(dim=1)
-                    residual = max(residual, float(gap.max()))
+        for inputs, targets in stream:
+            outputs, pullback = source.outputs_and_pullback(inputs)
+            outputs_count = outputs.shape[1]
+            rows = pullback(torch.eye(outputs_count).to(outputs).expand(len(outputs), -1, -1)).double()
+            gram = rows @ rows.transpose(1, 2)
+            jacobian = max(jacobian, float(torch.linalg.eigvalsh(gram)[:, -1].max()) ** 0.5)
+            if isinstance(loss, MeanSquaredError):
+                gap = (outputs.double() - targets.reshape(outputs.shape).double()).norm(dim=1)
+                residual = max(residual, float(gap.max()))
         if isinstance(loss, CrossEntropy):
             found = theory.cross_entropy_bounds(PAPER_INFLATION * jacobian)
         else:
@@ -376,17 +381,23 @@ class Workbench:
 
         **Privacy:** the result is private data.
         """
-        kept: list[RecordQuadratics] | None = []
-        norms: list[dict[str, Array]] = []
-        size = 0
-        with exact_arithmetic():
-            for records in self._records(_part(loader, ranks), "loader", curvature):
+        part = _part(loader, ranks)
+
+        def once() -> Remembered:
+            kept: list[RecordQuadratics] | None = (
+                None if self._pieces.halved else []
+            )  # what was kept may have filled it
+            norms: list[dict[str, Array]] = []
+            size = 0
+            for records in self._records(part, "loader", curvature):
                 norms.append(_norms(records, joint_radius))
                 if kept is not None:
                     kept.append(records.to(self._dtype))
                     size += kept[-1].bytes()
                     kept = kept if size <= CACHE_BYTES else None
-        return Remembered({name: np.concatenate([n[name] for n in norms]) for name in norms[0]}, kept)
+            return Remembered({name: np.concatenate([n[name] for n in norms]) for name in norms[0]}, kept)
+
+        return self._in_memory(loader, "loader", once)
 
     def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
         """Every record's quadratic, batch after batch."""
@@ -399,7 +410,7 @@ class Workbench:
                 targets,
                 curvature=curvature,
                 curvature_samples=self._samples,
-                pad_to=self._piece(loader),
+                pad_to=self._pieces.padded(loader),
             )
 
     def gather(
@@ -414,51 +425,61 @@ class Workbench:
         remembered: Remembered | None,
         ranks: Ranks,
         kept: PassFile | None = None,
+        begun: bool = False,
     ) -> Statistics:
         """One pass over the private data, or none where an earlier one is remembered; each rank visits its own part.
 
         With ``kept``, the pass goes on where its file says, and keeps its state there until it is complete on all ranks.
+
+        With ``begun``, the pass goes on with further batches: memory that runs out is then an error, because the records
+        before would have been seen in pieces of another size; the next pass takes half of it.
 
         Raises:
             ValueError: the ranks together did not visit every record exactly once. The message holds no count.
 
         **Privacy:** the result is private data.
         """
-        visited = 0 if kept is None else kept.records
+        size, visited = self._pieces.padded(loader), 0
 
-        def count(total: ClippedAdder, records: int) -> None:
+        def once() -> ClippedSums:
             nonlocal visited
-            visited += records
-            if kept is not None:
-                kept.add(total, records)
+            # One pass sees its records in pieces of one size: where memory ran out it began anew, and is not kept.
+            file = kept if self._pieces.padded(loader) == size else None
+            visited = 0 if file is None else file.records
 
-        with exact_arithmetic():
+            def count(total: ClippedAdder, records: int) -> None:
+                nonlocal visited
+                visited += records
+                if file is not None:
+                    file.add(total, records)
+
             if remembered is not None and remembered.records is not None:
                 total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
                 for records in remembered.records:
                     total.add(records.to(torch.float64).with_norms())
                     count(total, len(records.gradients))
-                sums = total.result()
-            else:
-                part = _part(loader, ranks) if kept is None else _part(loader, ranks, kept.records)
-                # A pass that was complete on this rank, but not on another, has no batch left to begin with.
-                complete = data.dataset_size(part) == 0
-                source, loss, stream = self._begin(_part(loader, ranks, 0) if complete else part, "loader")
-                sums = clipped_sums(
-                    source,
-                    loss,
-                    () if complete else stream,
-                    max_grad_norm=max_grad_norm,
-                    max_curvature=max_curvature,
-                    curvature_samples=self._samples,
-                    pad_to=self._piece(part),
-                    joint_radius=joint_radius,
-                    start=None if kept is None or kept.sums is None else kept.sums.to(self._device),
-                    after_each=count,
-                )
-                if kept is not None:
-                    kept.write(sums)
-        sums = _over_ranks(sums, visited, loader, ranks)
+                return total.result()
+            part = _part(loader, ranks, None if kept is None else visited)
+            # A pass that was complete on this rank, but not on another, has no batch left to begin with.
+            complete = data.dataset_size(part) == 0
+            source, loss, stream = self._begin(_part(loader, ranks, 0) if complete else part, "loader")
+            sums = clipped_sums(
+                source,
+                loss,
+                () if complete else stream,
+                max_grad_norm=max_grad_norm,
+                max_curvature=max_curvature,
+                curvature_samples=self._samples,
+                pad_to=self._pieces.padded(part),
+                joint_radius=joint_radius,
+                start=None if file is None or file.sums is None else file.sums.to(self._device),
+                after_each=count,
+            )
+            if file is not None:
+                file.write(sums)
+            return sums
+
+        sums = _over_ranks(self._in_memory(loader, "loader", once, restart=not begun), visited, loader, ranks)
         if kept is not None:
             kept.remove()
         assert self._ready is not None
@@ -475,14 +496,39 @@ class Workbench:
             frozenset([f"{int(ranks.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"]),
         )
 
-    def _piece(self, loader: DataLoader[Any]) -> int | None:
-        """Number of records, public and the same for every piece of a pass, that the network always sees at once.
+    def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
+        """One pass in exact arithmetic, from its beginning again in pieces of half the size whenever memory runs out.
 
-        Matrix kernels round differently for different batch sizes; were a record to fall into a batch of another size
-        because another record left, its own rows could change.
+        Raises:
+            RuntimeError: not even single records fit, or the pass cannot start again; says what needs less.
         """
-        size = self._max_physical_batch_size or loader.batch_size
-        return None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS
+        while True:
+            size = self._pieces.padded(loader)
+            try:
+                with exact_arithmetic():
+                    return once()
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out_of_memory(error):
+                    raise
+                if not self._pieces.halve(loader):
+                    raise RuntimeError(
+                        f"the pass over {name} ran out of memory with the fewest records at a time; less is needed with "
+                        "projection='sparse', a smaller proj_dim, curvature_samples= or max_curvature=0"
+                    ) from error
+                if not restart or isinstance(loader.dataset, IterableDataset):
+                    raise RuntimeError(
+                        f"the pass over {name} ran out of memory with {size} records at a time and cannot start again by "
+                        f"itself; pass max_physical_batch_size={self._pieces.padded(loader)}, or start it again"
+                    ) from error
+            # Here, and not above, where the exception would still hold on to the tensors.
+            warnings.warn(
+                f"the pass over {name} ran out of memory with {size} records at a time and starts again with "
+                f"{self._pieces.padded(loader)}; pass max_physical_batch_size= to save the attempt",
+                UserWarning,
+                stacklevel=2,
+            )
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _begin(self, loader: DataLoader[Any], name: str) -> tuple[RowSource, Criterion, Batches]:
         """Gatherer and criterion, chosen on the first batch that is seen, and the whole stream of batches."""
@@ -490,7 +536,7 @@ class Workbench:
             loader,
             device=self._device,
             dtype=self._dtype,
-            max_physical_batch_size=self._max_physical_batch_size,
+            max_physical_batch_size=self._pieces.step,
             progress=self._progress,
             name=name,
         )

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_expm import _check, curves, data
 from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
-from opacus_expm.model import check_module
+from opacus_expm.model import check_module, evaluation_mode
 
 RECORDS = 4096  # public records that take part
 _HELD_OUT = 0.25
@@ -242,13 +242,11 @@ def _held_out_loss(
     @torch.no_grad()
     def evaluate(module: nn.Module) -> float:
         device = next(module.parameters()).device
-        was_training = module.training
-        module.eval()
-        parts = [
-            float(loss(module(x[i : i + _BATCH].to(device)), y[i : i + _BATCH].to(device))) * len(x[i : i + _BATCH])
-            for i in range(0, len(x), _BATCH)
-        ]
-        module.train(was_training)
+        with evaluation_mode(module):
+            parts = [
+                float(loss(module(x[i : i + _BATCH].to(device)), y[i : i + _BATCH].to(device))) * len(x[i : i + _BATCH])
+                for i in range(0, len(x), _BATCH)
+            ]
         return math.fsum(parts) / len(x)
 
     return evaluate

@@ -61,7 +61,6 @@ from opacus_expm.model import check_module
 from opacus_expm.statistics import Statistics
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Gather = Callable[[DataLoader[Any]], Statistics]
 
 _AGAIN = "Nothing was released; start the epoch again from its beginning (for ... in data_loader)"
 _HIDDEN = (
@@ -85,6 +84,13 @@ _WITHOUT_MEANING = {
     "signal_skip_step": "batches are cut by max_physical_batch_size= of make_private_with_epsilon",
     "attach_step_hook": "the engine charges its own draws",
 }
+
+
+class Gather(Protocol):
+    """From a loader to the statistics of its records."""
+
+    def __call__(self, loader: DataLoader[Any], *, begun: bool = False) -> Statistics:
+        """With ``begun``, the records go on with those before (see ``Workbench.gather``)."""
 
 
 class Rounds(Protocol):
@@ -400,13 +406,13 @@ class Training(PrivateValues):
             if epoch.statistics is None:
                 self._begin(epoch)
             assert self._gather is not None
-            found = self._gather(_one_batch((ticket.inputs, ticket.targets)))
+            found = self._gather(_one_batch((ticket.inputs, ticket.targets)), begun=epoch.counted > 0)
             if epoch.statistics is not None:
                 found = replace(found, sums=epoch.statistics.sums.plus(found.sums))
             epoch.statistics = found
             epoch.counted, epoch.records = epoch.counted + 1, epoch.records + len(ticket.targets)
-        except BaseException:  # an interrupt, too, must not leave a batch half counted
-            epoch.broken, epoch.statistics = "An exception was raised in backward().", None
+        except BaseException:  # an interrupt, too, must not leave a batch half counted, or hooks half attached
+            epoch.broken, epoch.statistics, self._gather = "An exception was raised in backward().", None, None
             raise
 
     def _begin(self, epoch: _Epoch) -> None:
@@ -443,18 +449,17 @@ class Training(PrivateValues):
 
     def _draw(self, epoch: _Epoch) -> None:
         """Charge, draw, and move the weights."""
-        statistics, epoch.statistics = epoch.statistics, None
+        number, statistics = self._number, epoch.statistics
         assert statistics is not None
-        number, own = self._number, dict(self.module.named_parameters())
-        # Over before it is drawn: whatever happens, no round is drawn twice.
-        epoch.drawn, self._number, self._gather = True, number + 1, None
+        own = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in own.items()}
         try:
-            released = self._rounds.draw(statistics, number)
-            with torch.no_grad():
-                for name, parameter in released.named_parameters():
-                    if parameter.requires_grad:
-                        own[name].copy_(parameter)
+            # Over before it is drawn: whatever happens, no round is drawn twice.
+            epoch.drawn, epoch.statistics, self._number, self._gather = True, None, number + 1, None
+            released = dict(self._rounds.draw(statistics, number).named_parameters())
+            _copy_into(own, released)
         except BaseException:
+            _copy_into(own, before)  # not a part of the release either
             self.end(
                 f"The draw of round {number + 1} failed, and with it the run: what was charged stays charged. Call "
                 "make_private_with_epsilon again for what is left of the budget"
@@ -755,6 +760,13 @@ def _known_batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, list[tuple[Te
         held = batch, _with_versions(batch)
     if held is not None:
         yield *held, True
+
+
+@torch.no_grad()
+def _copy_into(parameters: dict[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    """Move parameters in place."""
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
 
 
 def _as_it_is(batch: Any) -> Any:

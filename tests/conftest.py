@@ -1,12 +1,19 @@
-"""Hypothesis without randomness of its own: the same examples in every run; a data cache for tests that need one."""
+"""Hypothesis without randomness of its own: the same examples in every run; a data cache for tests that need one.
 
+With HYPOTHESIS_PROFILE=fuzz it looks for new examples instead, many of them, and keeps those that failed.
+"""
+
+import os
 import urllib.request
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
-settings.load_profile("ci")
+settings.register_profile(
+    "fuzz", derandomize=False, deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture

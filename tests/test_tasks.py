@@ -82,10 +82,10 @@ def test_models_are_judged_in_evaluation_mode_and_left_as_they_were():
 
     model = nn.Sequential(nn.Dropout(0.9), Watch(), nn.BatchNorm1d(1))
     model[2].eval()  # a frozen layer stays frozen
-    x = torch.ones(1500, 1)
+    x = torch.ones(600, 1)
     small = task(x, x, nn.MSELoss(), "loss")
     assert small.score(model) == pytest.approx(0, abs=1e-6)
-    assert seen == [(False, False, 1000), (False, False, 500)]
+    assert seen == [(False, False, 250), (False, False, 250), (False, False, 100)]
     assert [module.training for module in model] == [True, True, False]
     assert model.training
 
@@ -341,6 +341,23 @@ def test_icu_pretraining_finds_the_penalised_optimum(tmp_path):
         hessian = (x.T * (p * (1 - p))) @ x / len(x) + 0.1 * torch.eye(22)
         solution -= torch.linalg.solve(hessian, gradient)
     torch.testing.assert_close(weights(found.model).double(), solution, atol=1e-3, rtol=0)
+
+
+def test_icu_with_the_papers_loss_has_signs_for_targets_and_the_ridge_solution(tmp_path):
+    write_icu(tmp_path)
+    found, logistic = tasks.icu(data_dir=tmp_path, loss="mse"), tasks.icu(data_dir=tmp_path)
+    for name in ("public", "private", "test"):
+        (x, y), (same_x, labels) = getattr(found, name).tensors, getattr(logistic, name).tensors
+        assert torch.equal(x, same_x)
+        assert torch.equal(y, 2 * labels - 1)
+    x, y = (tensor.double() for tensor in found.public.tensors)
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
+    solution = torch.linalg.solve(2 * x.T @ x / len(x) + 0.1 * torch.eye(22), 2 * x.T @ y[:, 0] / len(x))
+    torch.testing.assert_close(weights(found.model).double(), solution, atol=1e-3, rtol=0)
+    right = (x @ solution > 0) == (y[:, 0] > 0)
+    assert tasks.accuracy(found.model, found.public) == pytest.approx(100 * float(right.double().mean()))
+    with pytest.raises(ValueError, match="loss must be one of"):
+        tasks.icu(data_dir=tmp_path, loss="hinge")
 
 
 @real_data

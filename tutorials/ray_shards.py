@@ -51,20 +51,26 @@ def gather(number: int, path: str) -> None:
     )
     Path(path).unlink(missing_ok=True)  # of a task that failed and is run again
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*writes PRIVATE data")  # it does, to the directory named below
+        warnings.filterwarnings(
+            "ignore", ".*writes PRIVATE data"
+        )  # it does, to the directory named below
         statistics.save_private(path)
 
 
 def main() -> None:
     """Gather in parallel, merge, release one model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--out", required=True, help="where the private model's weights go")
     parser.add_argument("--cpus", type=int, help="for Ray; all by default")
     arguments = parser.parse_args()
 
     ray.init(num_cpus=arguments.cpus, include_dashboard=False)
-    with tempfile.TemporaryDirectory(prefix="private-") as directory:  # only its owner may enter; gone at the end
+    with tempfile.TemporaryDirectory(
+        prefix="private-"
+    ) as directory:  # only its owner may enter; gone at the end
         paths = [f"{directory}/shard-{number}.private" for number in range(arguments.shards)]
         ray.get([gather.remote(number, path) for number, path in enumerate(paths)])
         first, *others = (Statistics.load_private(path, make_model()) for path in paths)

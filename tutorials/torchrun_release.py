@@ -25,7 +25,9 @@ def records(count: int, shift: float, seed: int) -> TensorDataset:
     """A regression whose private version is shifted against the public one; the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, generator=generator) - 2
-    return TensorDataset(x, torch.sin(2 * x + shift) + 0.1 * torch.randn(count, 1, generator=generator))
+    return TensorDataset(
+        x, torch.sin(2 * x + shift) + 0.1 * torch.randn(count, 1, generator=generator)
+    )
 
 
 def pretrained(public: TensorDataset) -> nn.Module:
@@ -42,13 +44,17 @@ def pretrained(public: TensorDataset) -> nn.Module:
 
 def main() -> None:
     """Release one model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="where the private model's weights go")
     parser.add_argument("--ledger", help="append-only file of charges")
     parser.add_argument("--epsilon", type=float, default=1.0)
     arguments = parser.parse_args()
 
-    if "RANK" in os.environ:  # started by torchrun; the timeout bounds how long a lost process is waited for
+    if (
+        "RANK" in os.environ
+    ):  # started by torchrun; the timeout bounds how long a lost process is waited for
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     several = dist.is_initialized()
 
@@ -66,7 +72,9 @@ def main() -> None:
     )
     if not several or dist.get_rank() == 0:
         torch.save(released.state_dict(), arguments.out)
-        print(f"released with epsilon={engine.get_epsilon()} by {dist.get_world_size() if several else 1} process(es)")
+        print(
+            f"released with epsilon={engine.get_epsilon()} by {dist.get_world_size() if several else 1} process(es)"
+        )
     if several:
         dist.destroy_process_group()
 

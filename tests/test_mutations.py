@@ -1,0 +1,491 @@
+"""Mutation proof: the mechanism is broken in many ways, and a named check catches each of them.
+
+A check is a function without arguments that raises ``AssertionError`` if it finds something wrong: an audit of the engine,
+or one property of it. The sound engine passes every check; with a defect put into the package, its check must fail, by that
+assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
+from opacus_expm.accountant import ExpMAccountant, Purchase
+from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.comparison import markdown
+from opacus_expm.density import BallGaussian
+
+# --- data ----------------------------------------------------------------------------------------------------------------
+
+# What audit.worst_pair finds; kept as constants, so that a check is one audit and no search.
+EXTREMAL = Pair(Setting(), 1000, 0.5382, 0, Record(1.0, 0.0, "line", 2.3588))
+EXTREMAL_REPLACED = Pair(
+    Setting(adjacency="replace_one"),
+    *(1000, 3.6803, 0, Record(1.0, 0.0, "line", 0.7907)),
+    Record(1.0, math.pi, "line", 2.3615),
+)
+GAUSSIAN = Pair(
+    Setting(calibration="gaussian", delta=1e-5, regularization=10.0, proj_dim=1),
+    *(512, math.pi, 0, Record(1.0, 0.0, "line")),
+)
+# A record against the pull of a thousand others, in one dimension.
+AGAINST = Pair(
+    Setting(radius=1.0, max_grad_norm=1.0, max_curvature=0.0, proj_dim=1), 1000, 0.0, 0, Record(1.0, math.pi, "none")
+)
+# With a ridge of three per record, were it one per record.
+RIDGE = Pair(
+    Setting(radius=1.0, max_grad_norm=1.0, max_curvature=1.0, regularization=3.0, proj_dim=1),
+    *(1000, math.pi, 0, Record(1.0, 0.0, "line")),
+)
+# Records of curvature one, as many as bfloat16, in batches of 256, rounds down to 512; one more, and it rounds up to 516.
+STIFF = Pair(
+    Setting(radius=1.0, max_grad_norm=0.1, max_curvature=1.0, proj_dim=1), 0, 0.0, 513, Record(0.0, 0.0, "full")
+)
+
+
+def _holds(model, loader, neighbour, arguments):
+    with audit._synthetic_data():
+        report = audit.audit_pair(model, loader, neighbour, arguments, draws=2)
+    exact = [f for f in report.findings if f.method != "draws"]
+    assert all(f.holds for f in exact), report.table()
+
+
+def _pair_holds(pair):
+    _holds(*pair.data(), pair.setting.arguments())
+
+
+def _line(x, y):
+    """A model with one parameter at zero, and a loader."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    x, y = (torch.tensor(v, dtype=torch.float64).reshape(-1, 1) for v in (x, y))
+    return model, DataLoader(TensorDataset(x, y), batch_size=32)
+
+
+LINE = {
+    "epsilon": 1.0,
+    "radius": 1.0,
+    "proj_dim": None,
+    "criterion": nn.MSELoss(),
+    "max_grad_norm": 1.0,
+    "max_curvature": 0.0,
+    "regularization": 0.0,
+}
+
+# --- checks --------------------------------------------------------------------------------------------------------------
+
+
+def audit_of_the_extremal_pair():
+    _pair_holds(EXTREMAL)
+
+
+def audit_of_the_extremal_pair_replace_one():
+    _pair_holds(EXTREMAL_REPLACED)
+
+
+def audit_of_the_gaussian_claim():
+    _pair_holds(GAUSSIAN)
+
+
+def audit_of_a_record_against_the_others():
+    _pair_holds(AGAINST)
+
+
+def audit_with_a_ridge():
+    _pair_holds(RIDGE)
+
+
+def audit_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _pair_holds(STIFF)
+
+
+def audit_of_large_inputs():
+    """A small residual and a large Jacobian."""
+    model, with_it = _line([1.0] * 5 + [100.0], [1.0] * 5 + [-0.4])
+    _, without = _line([1.0] * 5, [1.0] * 5)
+    _holds(model, without, with_it, LINE)
+
+
+def audit_of_a_model_with_batchnorm():
+    """Inputs that are normalised by their batch would all move with one of them."""
+    norm = nn.BatchNorm1d(1).double().requires_grad_(False)
+    line, with_it = _line([1.0, -1.0] * 10 + [1e4], [1.0, -1.0] * 10 + [1.0])
+    _, without = _line([1.0, -1.0] * 10, [1.0, -1.0] * 10)
+    _holds(nn.Sequential(norm, line), without, with_it, LINE)
+
+
+def silence_about_records_that_are_not_finite():
+    model, with_it = _line([1.0] * 5 + [math.nan], [1.0] * 6)
+    _, without = _line([1.0] * 5, [1.0] * 5)
+    try:
+        loss, _ = audit.observed_loss(model, without, with_it, {**LINE, "nominal_size": 5})
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise AssertionError("one record made the engine fail") from error
+    assert loss.largest() < 1e-9
+
+
+def law_of_the_draws():
+    """Kolmogorov-Smirnov against the density, flat and peaked, for both proposals."""
+    for w, b in ((0.0, 0.0), (3.0, 2.0), (5.0, 300.0)):
+        density = BallGaussian(np.array([w]), np.array([b]), 1.0)
+        grid = np.concatenate([np.linspace(-1, 0.9, 2000), np.linspace(0.9, 1.0, 8000)])[:, None]
+        mass = np.exp(density.log_density(grid))
+        cdf = np.concatenate([[0.0], np.cumsum((mass[1:] + mass[:-1]) / 2 * np.diff(grid[:, 0]))])
+        draws = engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 20_000)[:, 0]
+        assert stats.kstest(draws, lambda x, g=grid[:, 0], c=cdf: np.interp(x, g, c)).pvalue > 1e-3
+
+
+def releases_stay_in_the_ball():
+    model, loader = _line([1.0], [0.0])
+    for _ in range(40):
+        released = ExpMQuadEngine().make_private_expm(model, loader, **LINE)
+        assert abs(float(released.weight.detach())) <= 1.0 + 1e-12
+
+
+def noise_of_the_operating_system():
+    model, loader = _line([1.0], [0.0])
+    found = set()
+    for _ in range(3):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        found.add(float(ExpMQuadEngine().make_private_expm(model, loader, **LINE).weight.detach()))
+    assert len(found) == 3, "the global seeds fix the noise"
+
+
+def charged_before_the_draw():
+    class Crash(Exception):
+        pass
+
+    def sample(*_):
+        raise Crash
+
+    model, loader = _line([1.0], [0.0])
+    private = ExpMQuadEngine()
+    with contextlib.suppress(Crash):
+        private.make_private_expm(model, loader, sampler=SimpleNamespace(sample=sample), **LINE)
+    assert private.get_epsilon(0.0) == 1.0, "a draw that crashed was free"
+
+
+def rounds_cost_what_was_asked():
+    model, loader = _line([1.0], [0.0])
+    private = ExpMQuadEngine()
+    private.make_private_expm(model, loader, rounds=3, **LINE)
+    assert private.get_epsilon(0.0) <= 1.0
+
+
+def bought_bounds_are_in_the_ledger():
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    private = ExpMQuadEngine()
+    arguments = {**LINE, "max_grad_norm": None, "epsilon": 20.0}
+    private.make_private_expm(model, loader, **arguments)
+    kinds = [type(event).__name__ for event in private.accountant.releases]
+    assert kinds == ["Purchase", "Release"], kinds
+    assert private.get_epsilon(0.0) == pytest.approx(20.0, rel=1e-9)
+
+
+def law_of_bought_bounds():
+    """How often each grid point is chosen, on two data sets: the ratio may be e^ε at the most."""
+    norms = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    levels = (np.arange(4000) + 0.5) / 4000
+    chosen = []
+    for records in (norms, np.append(norms, 1e6)):
+        uniforms = [SimpleNamespace(random=lambda count, u=u: np.array([u])) for u in levels]
+        chosen.append([engine.private_quantile(records, 0.8, 1.0, "add_remove", u) for u in uniforms])
+    points = sorted({*chosen[0], *chosen[1]})
+    counts = np.array([[np.sum(np.isclose(c, p)) for p in points] for c in map(np.array, chosen)])
+    # a count of levels is off by one at each end of a point's interval
+    assert np.all(counts[0] <= math.e * (counts[1] + 2) + 2)
+    assert np.all(counts[1] <= math.e * (counts[0] + 2) + 2)
+
+
+def loaders_that_repeat_are_refused():
+    model, loader = _line([1.0] * 4, [0.5] * 4)
+    repeats = DataLoader(loader.dataset, sampler=RandomSampler(loader.dataset, replacement=True), batch_size=2)
+    refused = False
+    try:
+        ExpMQuadEngine().make_private_expm(model, repeats, **LINE)
+    except ValueError as error:
+        refused = "replacement" in str(error)
+    assert refused
+
+
+# --- defects -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What is wrong, how to put it into the package, and the check that must notice."""
+
+    name: str
+    put: Callable[[pytest.MonkeyPatch], None]
+    check: Callable[[], None]
+
+
+def _at_the_outputs(patch):
+    original = sums.record_quadratics
+
+    def wrong(source, criterion, inputs, targets, **options):
+        found = original(source, criterion, inputs, targets, **options)
+        gradient, _ = sums._at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
+        return dataclasses.replace(found, gradient_norms=gradient.norm(dim=1))
+
+    patch.setattr(sums, "record_quadratics", wrong)
+
+
+def _unclipped(which):
+    def put(patch):
+        original = sums.ClippedAdder.add
+
+        def add(self, records):
+            original(self, dataclasses.replace(records, **{which: torch.zeros_like(records.gradient_norms)}))
+
+        patch.setattr(sums.ClippedAdder, "add", add)
+
+    return put
+
+
+def _narrow_width(patch):
+    original = sums.ClippedAdder.result
+    patch.setattr(sums.ClippedAdder, "result", lambda self: dataclasses.replace(original(self), parallel=True))
+
+
+def _one_records_worth(patch):
+    patch.setattr(sums.Sensitivity, "_records", lambda self: 1)
+
+
+def _no_curvature_in_lipschitz(patch):
+    patch.setattr(sums.Sensitivity, "lipschitz", lambda self, radius: self.max_grad_norm)
+
+
+def _no_tilt_in_acceptance(patch):
+    def accepted(self, generator, rows):
+        z = self._mean + self._scale * generator.standard_normal((rows, self._scale.size))
+        return z[np.einsum("ij,ij->i", z, z) <= 1.0]
+
+    patch.setattr(sampling._Tilted, "accepted", accepted)
+
+
+def _no_truncation(patch):
+    def accepted(self, generator, rows):
+        return self._mean + self._scale * generator.standard_normal((rows, self._scale.size))
+
+    patch.setattr(sampling._Tilted, "accepted", accepted)
+
+
+def _likelier_of_two(patch):
+    original = sampling.Exact.sample
+
+    def sample(self, density, generator, draws=1):
+        pairs = original(self, density, generator, 2 * draws).reshape(draws, 2, -1)
+        likelier = np.argmax([density.exponent(pairs[:, i]) for i in (0, 1)], axis=0)
+        return pairs[np.arange(draws), likelier]
+
+    patch.setattr(sampling.Exact, "sample", sample)
+
+
+def _last_batch_twice(patch):
+    original = data.batches
+
+    def batches(*args, **kwargs):
+        for batch in original(*args, **kwargs):
+            yield batch
+        yield batch
+
+    patch.setattr(data, "batches", batches)
+
+
+def _fill_is_counted(patch):
+    original = sums.record_quadratics
+
+    def wrong(source, criterion, inputs, targets, *, pad_to, **options):
+        fill = torch.arange(pad_to) % len(targets)
+        return original(source, criterion, inputs[fill], targets[fill], pad_to=pad_to, **options)
+
+    patch.setattr(sums, "record_quadratics", wrong)
+
+
+def _size_follows_the_data(patch):
+    patch.setattr(engine, "nominal_size_of", lambda loader, nominal_size: data.dataset_size(loader))
+
+
+def _mean_for_sum(patch):
+    add, result = sums.ClippedAdder.add, sums.ClippedAdder.result
+
+    def counted(self, records):
+        self.count = getattr(self, "count", 0) + len(records.gradients)
+        add(self, records)
+
+    def mean(self):
+        found = result(self)
+        return dataclasses.replace(found, gradient=found.gradient * (1000 / self.count))
+
+    patch.setattr(sums.ClippedAdder, "add", counted)
+    patch.setattr(sums.ClippedAdder, "result", mean)
+
+
+def _training_mode(patch):
+    original = statistics.working_copy
+    patch.setattr(statistics, "working_copy", lambda module: original(module).train())
+    patch.setattr(grad_sample, "_probe", lambda *_: None)  # which would refuse
+
+
+def _float32_sums_under_autocast(patch):
+    def add(self, records):
+        scales = [
+            sums._clip(n, b)
+            for n, b in zip((records.gradient_norms, records.curvature_norms), self._bounds, strict=True)
+        ]
+        g = (records.gradients * scales[0][:, None]).float().sum(0)
+        b = (records.factors * scales[1].sqrt()[:, None, None]).flatten(0, 1).float()
+        s = b.T @ b
+        self._g, self._s = (g, s) if self._g is None else (self._g + g, self._s + s)
+        self._parallel, self._rank = records.parallel, 1
+
+    original = sums.ClippedAdder.result
+
+    def result(self):
+        self._g, self._s = self._g.double(), self._s.double()
+        return original(self)
+
+    patch.setattr(statistics, "exact_arithmetic", contextlib.nullcontext)
+    patch.setattr(sums.ClippedAdder, "add", add)
+    patch.setattr(sums.ClippedAdder, "result", result)
+
+
+def _global_seed(patch):
+    patch.setattr(engine, "noise_source", lambda generator: np.random.default_rng(torch.initial_seed()))
+
+
+def _charge_after_the_draw(patch):
+    original = ExpMQuadEngine._draw
+
+    def late(self, *args, **kwargs):
+        charges = []
+        record, self.accountant.record = self.accountant.record, charges.append
+        try:
+            module = original(self, *args, **kwargs)
+        finally:
+            self.accountant.record = record
+        for charge in charges:
+            record(charge)
+        return module
+
+    patch.setattr(ExpMQuadEngine, "_draw", late)
+
+
+def _half_a_charge(patch):
+    original = engine.Release
+    patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
+
+
+def _free_purchases(patch):
+    original = ExpMAccountant.record
+
+    def record(self, event):
+        if not isinstance(event, Purchase):
+            original(self, event)
+
+    patch.setattr(ExpMAccountant, "record", record)
+
+
+def _plain_quantile(patch):
+    patch.setattr(engine, "private_quantile", lambda norms, quantile, *_: float(np.quantile(norms, quantile)))
+
+
+def _full_budget_every_round(patch):
+    original = engine.allowances
+    patch.setattr(engine, "allowances", lambda epsilon, delta, **options: original(epsilon, delta))
+
+
+def _error_for_a_record(patch):
+    original = sums._finite_only
+
+    def strict(g, b, *, parallel):
+        if not bool(g.isfinite().all()):
+            raise ValueError("a record is not finite")
+        return original(g, b, parallel=parallel)
+
+    patch.setattr(sums, "_finite_only", strict)
+
+
+def _any_loader(patch):
+    patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
+
+
+DEFECTS = (
+    Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
+    Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
+    Defect("curvature not clipped", _unclipped("curvature_norms"), audit_of_the_extremal_pair),
+    Defect("the narrow width W₁ where W* is due", _narrow_width, audit_of_the_extremal_pair),
+    Defect("no factor two for replace-one", _one_records_worth, audit_of_the_extremal_pair_replace_one),
+    Defect("Lipschitz constant without R·C_H", _no_curvature_in_lipschitz, audit_of_the_gaussian_claim),
+    Defect("sampler accepts without the tilt", _no_tilt_in_acceptance, law_of_the_draws),
+    Defect("no truncation to the ball", _no_truncation, releases_stay_in_the_ball),
+    Defect("the likelier of two draws is released", _likelier_of_two, law_of_the_draws),
+    Defect("a batch counted twice", _last_batch_twice, audit_of_a_record_against_the_others),
+    Defect("copies that fill up a batch are counted", _fill_is_counted, audit_of_a_record_against_the_others),
+    Defect("n in place of N", _size_follows_the_data, audit_with_a_ridge),
+    Defect("mean over the records in place of the sum", _mean_for_sum, audit_of_a_record_against_the_others),
+    Defect("BatchNorm in training mode", _training_mode, audit_of_a_model_with_batchnorm),
+    Defect("float32 sums under autocast", _float32_sums_under_autocast, audit_under_autocast),
+    Defect("noise from the global seed", _global_seed, noise_of_the_operating_system),
+    Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
+    Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
+    Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
+    Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),
+    Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
+    Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
+    Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+)
+CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
+
+
+def caught(defect):
+    """Whether the defect's check fails with it, by its own assertion."""
+    with pytest.MonkeyPatch.context() as patch:
+        defect.put(patch)
+        try:
+            defect.check()
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_sound_engine_passes(check):
+    check()
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name.replace(" ", "-"))
+def test_a_defect_is_caught(defect):
+    assert caught(defect), f"{defect.check.__name__} does not notice: {defect.name}"
+
+
+def test_the_audits_notice_a_good_part():
+    """Not only single properties: the audit of the whole engine is what most defects run into."""
+    assert len(DEFECTS) >= 20
+    assert sum(defect.check.__name__.startswith("audit") for defect in DEFECTS) >= 10
+
+
+def table():
+    """Each defect, and whether and by what it is caught."""
+    rows = [
+        (defect.name, defect.check.__name__.replace("_", " "), "caught" if caught(defect) else "MISSED")
+        for defect in DEFECTS
+    ]
+    return markdown(("defect", "check", ""), rows)
+
+
+if __name__ == "__main__":
+    print(table())
