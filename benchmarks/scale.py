@@ -1,10 +1,12 @@
-"""How time and memory grow with the number of parameters p and of subspace dimensions k, and what 10⁹ of both would cost.
+"""How time and memory grow with the ranks that share a pass, the parameters p and the subspace dimensions k.
 
-    python benchmarks/scale.py [parameters dimensions estimate] --log scale.jsonl [--out scale.json]
+    python benchmarks/scale.py [ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
 
 Each measurement runs in a process of its own, with one thread, is appended to the log as one line and not made again.
 Times are CPU seconds, memory is the peak resident set above that of the imports.
 
+* ``ranks``: one pass over random images with the source paper's CNN (6,722 parameters, k = 400, sparse projection), by one
+  process and by two: the same records (strong scaling), and the same records a rank (weak scaling).
 * ``parameters``: passes of the engine over random records, for a residual perceptron of four square layers and 10
   outputs, sparse projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row).
 * ``dimensions``: k from 100 to 4,000 for 100,000 parameters: the pass with exact curvature, the eigendecomposition, a draw.
@@ -19,11 +21,18 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
 sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
 
+RANK_RECORDS, RANK_REPEATS, RANK_BATCH = 2048, 3, 128
+RANK_JOBS = {  # ranks and records
+    "1 rank": (1, RANK_RECORDS),
+    "2 ranks, strong": (2, RANK_RECORDS),
+    "2 ranks, weak": (2, 2 * RANK_RECORDS),
+}
 OUTPUTS = 10
 BATCH = 32
 WIDTHS = {10_000: 49, 100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
@@ -44,6 +53,54 @@ def cpu_seconds(action):
 def peak_mb() -> float:
     """Peak resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def ranks(count: int, records: int, repeat: int) -> dict:
+    """A pass that several processes share: the slowest rank's figures. Jobs differ in ``repeat`` only to be made again."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--log", directory, "--one", f"shared {rank} {count} {records}"],
+                stdout=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+            for rank in range(count)
+        ]
+        reports = [json.loads(process.communicate()[0].splitlines()[-1]) for process in job]
+    return {name: max(report[name] for report in reports) for name in reports[0] if name != "item"}
+
+
+def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
+    """One rank's share of a pass: seconds, CPU seconds, and seconds in which sums were added up."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from opacus_expm import tasks
+    from opacus_expm.ranks import Ranks
+
+    if count > 1:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(OUTPUTS, (records,)))
+    model, loader, empty = tasks.cnn(), DataLoader(dataset, batch_size=RANK_BATCH), peak_mb()
+    add_up, exchanged = Ranks.summed, 0.0
+
+    def timed(self, values):
+        nonlocal exchanged
+        self.ready()  # waiting for the other rank's pass is no exchange
+        begin = time.perf_counter()
+        found = add_up(self, values)
+        exchanged += time.perf_counter() - begin
+        return found
+
+    Ranks.summed = timed
+    begin = time.perf_counter()
+    _, cpu = cpu_seconds(lambda: gather(model, loader, DIM))
+    seconds = time.perf_counter() - begin
+    if count > 1:
+        dist.destroy_process_group()
+    return {"seconds": seconds, "cpu": cpu, "exchange": exchanged, "mb": peak_mb() - empty}
 
 
 def perceptron(parameters: int, records: int):
@@ -133,14 +190,15 @@ def update_seconds(dim: int) -> float:
 
 
 ITEMS = {
+    "ranks": [f"ranks {job[0]} {job[1]} {repeat}" for repeat in range(RANK_REPEATS) for job in RANK_JOBS.values()],
     "parameters": [f"parameters {size} {curvature}" for size in WIDTHS for curvature in (1, 0)],
     "dimensions": [f"dimensions {dim}" for dim in DIMS],
 }
-MEASURES = {"parameters": parameters, "dimensions": dimensions}
+MEASURES = {"ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
 
 
-def run_one(item: str) -> dict:
-    """Measure one item in this process."""
+def run_one(item: str, log: str) -> dict:
+    """Measure one item in this process; a rank's log is the directory in which its job meets."""
     import torch
 
     import opacus_expm  # noqa: F401
@@ -148,7 +206,8 @@ def run_one(item: str) -> dict:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, *arguments = item.split()
-    return {"item": item, **MEASURES[kind](*map(int, arguments))}
+    options = {"directory": log} if kind == "shared" else {}
+    return {"item": item, **MEASURES[kind](*map(int, arguments), **options)}
 
 
 def measure(names: list[str], log: str) -> dict[str, dict]:
@@ -167,6 +226,28 @@ def measure(names: list[str], log: str) -> dict[str, dict]:
         with open(log, "a") as file:
             file.write(json.dumps(found[item]) + "\n")
     return found
+
+
+def print_ranks(found: dict[str, dict]) -> None:
+    """Medians of the slowest rank, and what one rank would have needed for the same over what the ranks needed together."""
+
+    def median(job: str, fact: str) -> float:
+        count, records = RANK_JOBS[job]
+        return sorted(found[f"ranks {count} {records} {i}"][fact] for i in range(RANK_REPEATS))[RANK_REPEATS // 2]
+
+    alone = {fact: median("1 rank", fact) / RANK_RECORDS for fact in ("seconds", "cpu")}
+    print(f"CNN with 6,722 parameters, k = {DIM}, batch {RANK_BATCH}, exact curvature; one thread a rank")
+    print(
+        f"{'':>16} {'records':>8} {'seconds':>8} {'CPU s a rank':>13} {'adding up, ms':>14} {'MB a rank':>10} "
+        f"{'efficiency':>11} {'in CPU time':>12}"
+    )
+    for job, (count, records) in RANK_JOBS.items():
+        efficiency = {fact: alone[fact] * records / (count * median(job, fact)) for fact in alone}
+        print(
+            f"{job:>16} {records:8} {median(job, 'seconds'):8.2f} {median(job, 'cpu'):13.2f} "
+            f"{1e3 * median(job, 'exchange'):14.1f} {median(job, 'mb'):10.0f} {efficiency['seconds']:11.2f} "
+            f"{efficiency['cpu']:12.2f}"
+        )
 
 
 def print_parameters(found: dict[str, dict]) -> None:
@@ -236,22 +317,23 @@ def estimate(found: dict[str, dict]) -> dict:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["parameters", "dimensions", "estimate"])
+    parser.add_argument("parts", nargs="*", default=["ranks", "parameters", "dimensions", "estimate"])
     parser.add_argument("--log", required=True, help="finished measurements, one line of JSON each")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run_one(options.one)))
+        print(json.dumps(run_one(options.one, options.log)))
         return
-    needed = list(ITEMS) if "estimate" in options.parts else [part for part in options.parts if part in ITEMS]
+    estimated = ["parameters", "dimensions"] if "estimate" in options.parts else []
+    needed = [part for part in ITEMS if part in (*options.parts, *estimated)]
     found = measure(needed, options.log)
     results: dict[str, object] = {"measured": found}
     for part in options.parts:
         if part == "estimate":
             results["estimate"] = estimate(found)
         else:
-            {"parameters": print_parameters, "dimensions": print_dimensions}[part](found)
+            {"ranks": print_ranks, "parameters": print_parameters, "dimensions": print_dimensions}[part](found)
         print()
     if options.out:
         with open(options.out, "w") as file:

@@ -3,6 +3,7 @@
 from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, Purchase, Release
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
+from opacus_expm.ranks import RankFailed
 from opacus_expm.statistics import Statistics
 from opacus_expm.suggestion import Candidate, Suggestion, suggest
 
@@ -14,6 +15,7 @@ __all__ = [
     "ExpMQuadEngine",
     "NoGuarantee",
     "Purchase",
+    "RankFailed",
     "Release",
     "Statistics",
     "Suggestion",

@@ -14,12 +14,12 @@ import torch
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A file to write, which takes the place of ``path`` at the end; an exception leaves what was there."""
     target = Path(path)
     part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
     try:
-        with open(part, "xb") as file:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         os.replace(part, target)
     except BaseException:

@@ -22,9 +22,7 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
-from opacus_expm.sums import ADJACENCIES, CLIPPINGS
-
-BOUNDS = ("given", "public", "bought", "paper")
+from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
 
 class BudgetExceeded(ValueError):
@@ -228,6 +226,22 @@ class ExpMAccountant(IAccountant):
             self.releases.append(release)
             if self._plan is not None:
                 self._plan.charged(release)
+
+    def note(self, release: Release | Purchase) -> None:
+        """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
+
+        Where the ledger is a file, which ranks share, the charge is already in it.
+        """
+        if self._file is None:
+            self.releases.append(release)
+        else:
+            self._refresh()
+
+    def identity(self) -> str:
+        """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
+        self._refresh()
+        file = None if self._file is None else os.stat(self._file.path).st_ino
+        return repr((self.releases, self.history, self.budget, file))
 
     @contextmanager
     def planned(self, alternatives: Sequence[Sequence[Event]], epsilon: float, delta: float) -> Iterator[None]:

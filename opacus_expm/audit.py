@@ -210,7 +210,7 @@ def observed_loss(
     densities = []
     claims = []
     for records in (loader, neighbour):
-        engine, window = ExpMQuadEngine(), _Window()
+        engine, window = ExpMQuadEngine(distributed=False), _Window()
         engine.make_private_expm(model, records, sampler=window, **arguments)
         assert window.density is not None
         densities.append(window.density)
@@ -599,7 +599,9 @@ def black_box(
     scores = []
     for records in (loader, neighbour):
         if draws_per_pass == 1:
-            calls = (ExpMQuadEngine().make_private_expm(model, records, **settled) for _ in range(releases))
+            calls = (
+                ExpMQuadEngine(distributed=False).make_private_expm(model, records, **settled) for _ in range(releases)
+            )
             scores.append(np.array([float(score(module)) for module in calls]))
         else:
             passes = math.ceil(releases / draws_per_pass)

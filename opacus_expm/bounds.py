@@ -60,7 +60,7 @@ def warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> No
         )
 
 
-def private_quantile(norms: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:
+def private_quantile(counts: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:
     """A point of ``GRID`` near a quantile of private norms, by the exponential mechanism.
 
     P(t) ∝ exp(ε₁·u(t)/w) with u(t) = −|#{norms ≤ t} − q·n| and n the actual, private number of records. Adding a record
@@ -68,21 +68,26 @@ def private_quantile(norms: Array, quantile: float, epsilon: float, adjacency: s
     that for replace-one): the choice is **ε₁-bounded-range**, hence ε₁-DP.
 
     Args:
-        norms: private, one for each record.
+        counts: ``grid_counts`` of the records' norms; private.
         quantile: q in (0, 1).
         epsilon: ε₁.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         uniforms: source of randomness.
     """
-    logits = epsilon * quantile_scores(norms, quantile) / score_width(quantile, adjacency)
+    logits = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
     cumulative = np.cumsum(np.exp(logits - logits.max()))
     return float(GRID[np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")])
 
 
-def quantile_scores(norms: Array, quantile: float) -> Array:
+def grid_counts(norms: Array) -> Array:
+    """#{norms ≤ t} at every point t of the grid, and n at the end; private. Counts of parts of the data add up."""
+    below = np.searchsorted(np.sort(norms), GRID, side="right")
+    return np.append(below, norms.size).astype(np.float64)
+
+
+def quantile_scores(counts: Array, quantile: float) -> Array:
     """u(t) at every point of the grid; private."""
-    counts = np.searchsorted(np.sort(norms), GRID, side="right")
-    scores: Array = -np.abs(counts - quantile * norms.size)
+    scores: Array = -np.abs(counts[:-1] - quantile * counts[-1])
     return scores
 
 

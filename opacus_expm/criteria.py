@@ -16,10 +16,11 @@ values that are not finite or zero, and such a record contributes nothing (see `
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -305,3 +306,16 @@ def _known(criterion: Any, *, sum_over_outputs: bool) -> Criterion:
         return BinaryCrossEntropy(criterion.weight, criterion.pos_weight, sum_over_outputs)
     # Outputs arrive in float64, so a module's own tensors (class weights) must be float64 too.
     return AutodiffCriterion(copy.deepcopy(criterion).double() if isinstance(criterion, nn.Module) else criterion)
+
+
+def description(criterion: Criterion) -> str:
+    """A criterion in words that are the same in every process: its kind and options, tensors by their digest."""
+    words = [type(criterion).__name__]
+    for option in fields(criterion):  # type: ignore[arg-type]
+        value = getattr(criterion, option.name)
+        if isinstance(value, Tensor):
+            value = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()
+        elif callable(value) and not isinstance(value, nn.Module):
+            value = getattr(value, "__qualname__", type(value).__qualname__)
+        words.append(f"{option.name}={value}")
+    return " ".join(words)

@@ -10,7 +10,7 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 | ``drop_last=True`` (when a batch could be dropped) | refused | without one record, a dropped one comes back |
 | with replacement, ``num_samples``, ``WeightedRandomSampler`` | refused | a record may count twice |
 | Opacus's Poisson sampling (``DPDataLoader``) | refused | a record may be missing or come back |
-| ``DistributedSampler`` with two or more replicas | refused | it pads or drops, and shards depend on the data set's size |
+| ``DistributedSampler`` with two or more replicas | refused | it pads by repeating or drops; ``part_of`` does neither |
 | any other sampler | refused | what it visits is not known |
 | iterable data set with two or more workers | refused | each worker may yield every record |
 | ``batch_size=None`` | refused | what one record is would not be known |
@@ -130,7 +130,8 @@ def _check_sampler(sampler: Any, size: int, name: str) -> None:
         if sampler.num_replicas > 1:
             raise ValueError(
                 f"{name} uses DistributedSampler with {sampler.num_replicas} replicas: this process would see a part of "
-                "the data only, padded by repeated records or with some dropped; pass a loader over the whole data set"
+                "the data only, padded by repeated records or with some dropped; pass a loader over the whole data set, of "
+                "which every rank then takes its own part"
             )
     else:
         raise ValueError(
@@ -144,6 +145,60 @@ def dataset_size(loader: DataLoader[Any]) -> int | None:
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.batch_sampler, BatchSampler):
         return None
     return len(loader.batch_sampler.sampler)  # type: ignore[arg-type]
+
+
+def part_of(
+    loader: DataLoader[Any], *, rank: int = 0, ranks: int = 1, start: int = 0, name: str = "loader"
+) -> DataLoader[Any]:
+    """One rank's records of a checked loader: every record is on exactly one rank, none twice, none left out.
+
+    Record i of the data set (or of a ``SubsetRandomSampler``'s indices) is on rank i mod ``ranks``: parts differ in size by
+    one record at the most, nothing is padded or dropped, and a record that is appended moves no other. Records come in this
+    order, shuffled or not before, because the order of a sum plays no part.
+
+    Args:
+        loader: over the whole data set, the same on every rank.
+        rank: which part.
+        ranks: how many parts.
+        start: how many of the part's first records to leave out, because they were visited earlier.
+        name: the argument's name, for messages.
+
+    Raises:
+        ValueError: an iterable data set, which cannot be divided, or fewer records than ranks.
+    """
+    indices = visited(loader)
+    if indices is None:
+        raise ValueError(
+            f"{name} has an iterable data set, which cannot be divided between ranks or resumed: pass a data set with "
+            "indices; or gather each part in a process of its own and merge the statistics (Statistics.merge)"
+        )
+    if len(indices) < ranks:
+        raise ValueError(f"{name} has fewer records than there are ranks ({ranks}); use fewer ranks")
+    batches = loader.batch_sampler
+    assert isinstance(batches, BatchSampler)
+    return DataLoader(
+        Subset(loader.dataset, indices[rank::ranks][start:]),
+        batch_size=batches.batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def visited(loader: DataLoader[Any]) -> Sequence[int] | None:
+    """The indices that one pass visits, in the data set's order, or None for an iterable data set."""
+    if dataset_size(loader) is None:
+        return None
+    sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    if isinstance(sampler, SubsetRandomSampler):
+        return [int(i) for i in sampler.indices]
+    return range(len(loader.dataset))  # type: ignore[arg-type]
 
 
 def batch_size(loader: DataLoader[Any]) -> int | None:
@@ -245,7 +300,8 @@ def batches(
         device: the model's device.
         dtype: the statistics' floating type.
         max_physical_batch_size: largest number of records at a time; None leaves batches whole.
-        progress: True or False shows or hides a bar; None shows it on a terminal only.
+        progress: True or False shows or hides a bar, with records per second and the time left; None shows it on a terminal
+            only.
         name: the argument's name, for messages.
 
     Raises:
@@ -257,14 +313,19 @@ def batches(
     expected = dataset_size(loader)
     disable = None if progress is None else not progress
     seen = 0
-    # The bar counts batches: public where len(dataset) is, and no bar is shown for unsized data.
-    for batch in tqdm(loader, desc=name, unit="batch", disable=True if expected is None else disable, leave=False):
-        inputs, targets = split_batch(batch, name)
-        seen += targets.shape[0]
-        step = max_physical_batch_size or max(targets.shape[0], 1)
-        for start in range(0, targets.shape[0], step):
-            piece = slice(start, start + step)
-            yield cast_inputs(take(inputs, piece), device, dtype), targets[piece].to(device)
+    # The bar counts whole batches' worth of records: public where len(dataset) is, and no bar is shown for unsized data.
+    full = batch_size(loader) or 1
+    total = None if expected is None else len(loader) * full
+    hidden = True if expected is None else disable
+    with tqdm(desc=name, total=total, unit="record", unit_scale=True, disable=hidden, leave=False) as bar:
+        for batch in loader:
+            inputs, targets = split_batch(batch, name)
+            seen += targets.shape[0]
+            step = max_physical_batch_size or max(targets.shape[0], 1)
+            for start in range(0, targets.shape[0], step):
+                piece = slice(start, start + step)
+                yield cast_inputs(take(inputs, piece), device, dtype), targets[piece].to(device)
+            bar.update(full)
     if seen == 0:
         raise ValueError(f"{name} is empty: it yielded no record")
     if expected is not None and seen != expected:

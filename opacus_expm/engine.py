@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import inspect
 import math
 import os
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
-from opacus_expm.bounds import QUANTILES, Uniforms, private_quantile, quantile_epsilon, warn_if_unreliable
+from opacus_expm.bounds import QUANTILES, Uniforms, grid_counts, private_quantile, quantile_epsilon, warn_if_unreliable
 from opacus_expm.calibration import (
     Allowance,
     Calibration,
@@ -39,8 +38,10 @@ from opacus_expm.calibration import (
     check_request,
     default_regularization,
 )
-from opacus_expm.model import check_module, check_resolution
+from opacus_expm.model import check_module, check_resolution, digest
+from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
+from opacus_expm.ranks import Ranks, described
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
@@ -49,6 +50,7 @@ from opacus_expm.sums import ADJACENCIES, CLIPPINGS
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 _WIDE_BYTES = 2**28  # of full-space rows at a time
+_OWN = {"noise_generator", "progress", "pieces"}  # of a rank: the sums do not depend on them
 P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
@@ -63,6 +65,10 @@ class ExpMQuadEngine:
             (see ``opacus_expm.secure``).
         budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched.
         ledger_path: append-only file in which every charge is on disk before its draw.
+        distributed: share the work among the ranks of ``torch.distributed``. None does so where a process group of several
+            ranks is initialised, as under ``torchrun``: every rank then makes the same calls with a loader over the whole
+            data set, visits its own part of it, and gets the same model; one of them charges and draws (see
+            ``opacus_expm.ranks``). False works in this process alone; True insists on a process group.
 
     Example:
         >>> import torch
@@ -85,7 +91,10 @@ class ExpMQuadEngine:
         secure_mode: bool = False,
         budget: tuple[float, float] | None = None,
         ledger_path: str | os.PathLike[str] | None = None,
+        distributed: bool | None = None,
     ):
+        if distributed is not None and not isinstance(distributed, bool):
+            raise TypeError(f"distributed must be True, False or None, got {distributed!r}")
         if accountant is not None and not isinstance(accountant, ExpMAccountant):
             raise TypeError(
                 f"accountant must be an ExpMAccountant, got {type(accountant).__name__}; to share a ledger with "
@@ -95,6 +104,7 @@ class ExpMQuadEngine:
             raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
         self.secure_mode = bool(secure_mode)
+        self._distributed, self._ranks = distributed, Ranks()
         self._curvatures: dict[tuple[Any, ...], tuple[object, PublicCurvature]] = {}
 
     def make_private_expm(
@@ -179,38 +189,58 @@ class ExpMQuadEngine:
         **Privacy:** the result is (ε, δ)-DP with respect to the loader's records under the given adjacency, and the
         ledger is charged before each draw. With several rounds every round's model is covered, not only the last.
         """
-        plan = self._rounds(
-            loader,
-            proj_dim,
-            epsilon=epsilon,
-            delta=delta,
-            radius=radius,
-            rounds=rounds,
-            max_grad_norm=max_grad_norm,
-            max_curvature=max_curvature,
-            projection_seed=projection_seed,
-            regularization=regularization,
-            adjacency=adjacency,
-            calibration=calibration,
-            sampler=sampler,
-            criterion=criterion,
-            public_loader=public_loader,
-            bounds=bounds,
-            clipping=clipping,
-            projection=projection,
-            public_rank=public_rank,
-            damping=damping,
-            nominal_size=nominal_size,
-            grad_sample_mode=grad_sample_mode,
-            curvature_samples=curvature_samples,
-            pieces=data.Pieces(max_physical_batch_size),
-            noise_generator=noise_generator,
-            progress=progress,
-        )
-        module = model
-        for number in range(plan.count):
-            module = plan.draw(plan.begin(module, number)(loader), number)
+        arguments: dict[str, Any] = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "radius": radius,
+            "rounds": rounds,
+            "max_grad_norm": max_grad_norm,
+            "max_curvature": max_curvature,
+            "projection_seed": projection_seed,
+            "regularization": regularization,
+            "adjacency": adjacency,
+            "calibration": calibration,
+            "sampler": sampler,
+            "criterion": criterion,
+            "public_loader": public_loader,
+            "bounds": bounds,
+            "clipping": clipping,
+            "projection": projection,
+            "public_rank": public_rank,
+            "damping": damping,
+            "nominal_size": nominal_size,
+            "grad_sample_mode": grad_sample_mode,
+            "curvature_samples": curvature_samples,
+            "noise_generator": noise_generator,
+            "progress": progress,
+        }
+        with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **arguments):
+            plan = self._rounds(loader, proj_dim, pieces=data.Pieces(max_physical_batch_size), **arguments)
+            module = model
+            for number in range(plan.count):
+                module = plan.draw(plan.begin(module, number)(loader), number)
         return module
+
+    @contextmanager
+    def _on_all_ranks(self, **arguments: Any) -> Iterator[None]:
+        """A call that every rank makes with the same arguments, and that succeeds or fails on all of them."""
+        self._ranks = ranks = Ranks.current(self._distributed)
+        try:
+            with ranks.together():
+                ranks.same(lambda: self._facts(**arguments))
+                yield
+        finally:
+            self._ranks = Ranks()
+
+    def _facts(self, **arguments: Any) -> dict[str, object]:
+        """What has to be the same on every rank before private data is touched."""
+        if "model" in arguments:
+            check_module(arguments["model"])
+        facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
+        statistics = arguments.get("statistics")
+        if isinstance(statistics, Statistics):
+            facts["statistics"] = (statistics.configuration, sorted(statistics.shards), statistics.nominal_size)
+        return {**facts, "secure_mode": self.secure_mode, "the ledger": self.accountant.identity()}
 
     def make_private_with_epsilon(
         self,
@@ -297,6 +327,11 @@ class ExpMQuadEngine:
         **Privacy:** that of ``make_private_expm(..., rounds=epochs)``, with the same entries in the ledger: the plan is
         admitted here, and every draw is charged before it is made. Losses of the loop are private, and have no value.
         """
+        if Ranks.current(self._distributed).count > 1:
+            raise ValueError(
+                "make_private_with_epsilon steers a training loop in one process, and torch.distributed has several: call "
+                "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
+            )
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
         clipping, grad_sample_mode = swap.check_protocol(
             loss,
@@ -391,12 +426,18 @@ class ExpMQuadEngine:
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
+        private_checkpoint: str | os.PathLike[str] | None = None,
     ) -> Statistics:
         """One pass over the private data. Arguments as in ``make_private_expm``.
 
         Bounds that are neither given nor measurable on a ``public_loader`` are bought with a part of ``epsilon``, at most
         5 % each, which is charged at once; ``adjacency`` and ``noise_generator`` matter for that only. ``radius`` is needed
         for ``clipping="joint"`` only, and then fixed.
+
+        A long pass can be interrupted and resumed: with ``private_checkpoint``, a local file, its state is kept there once
+        a minute, and the same call goes on from it; several ranks have a file each. Records are then visited in the data
+        set's order, which must not change. The file is **private data**, readable by its owner only, and is removed when
+        the pass is complete. It needs a ``projection_seed``, and bounds that are not bought.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
         """
@@ -416,22 +457,49 @@ class ExpMQuadEngine:
             "noise_generator": noise_generator,
             "progress": progress,
         }
-        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
-        if projection_seed is not None:
-            _check.seed("projection_seed", projection_seed)
-        bench, settled = self._settle(
-            model,
-            loader,
-            proj_dim,
-            epsilon=epsilon,
-            radius=radius,
-            projection_seed=projection_seed,
-            given=given,
-            curvature=self._public_curvature(model, proj_dim, **options),
-            known=None,
-            **options,
+        settings: dict[str, Any] = {"epsilon": epsilon, "radius": radius, "projection_seed": projection_seed}
+        asked = {"max_grad_norm": max_grad_norm, "max_curvature": max_curvature}
+        with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **settings, **asked, **options):
+            given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
+            if projection_seed is not None:
+                _check.seed("projection_seed", projection_seed)
+            elif private_checkpoint is not None:
+                raise ValueError(
+                    "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
+                )
+            curvature = self._public_curvature(model, proj_dim, **options)
+            bench, settled = self._settle(
+                model, loader, proj_dim, given=given, curvature=curvature, known=None, **settings, **options
+            )
+            kept = None
+            if private_checkpoint is not None:
+                kept = self._pass_file(
+                    private_checkpoint, settled, model=model, loader=loader, proj_dim=proj_dim, **settings, **options
+                )
+            return bench.gather(loader, kept=kept, **settled)
+
+    def _pass_file(
+        self, path: str | os.PathLike[str], settled: dict[str, Any], *, loader: DataLoader[Any], **arguments: Any
+    ) -> PassFile:
+        """The file of this rank's part of a pass."""
+        if settled["bounds"] == "bought":
+            raise ValueError(
+                "private_checkpoint cannot keep a pass that buys its bounds: pass max_grad_norm= and max_curvature=, or "
+                "public_loader="
+            )
+        ranks = self._ranks
+        if ranks.count > 1:
+            path = f"{os.fspath(path)}.rank{ranks.rank}of{ranks.count}"
+        warnings.warn(
+            f"gather(private_checkpoint=...) keeps PRIVATE data in {os.fspath(path)!r} until the pass is complete: sums "
+            "over private records, without noise; delete the file if the pass is given up",
+            UserWarning,
+            stacklevel=3,
         )
-        return bench.gather(loader, **settled)
+        facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
+        facts |= {name: settled[name] for name in ("max_grad_norm", "max_curvature", "joint_radius")}
+        facts |= {"loader": (described(loader), data.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
+        return PassFile(path, {**facts, "max_physical_batch_size": arguments["pieces"].padded(loader)})
 
     def _settle(
         self,
@@ -461,12 +529,15 @@ class ExpMQuadEngine:
         known: tuple[Bounds, str] | None,
     ) -> tuple[Workbench, dict[str, Any]]:
         """What ``gather`` needs before its pass: a workbench, and the bounds, after the first round those of that."""
-        seed = secrets.randbits(63) if projection_seed is None else projection_seed
+        ranks = self._ranks
+        seed = projection_seed
+        if seed is None:
+            seed = int(ranks.from_leader(torch.tensor([secrets.randbits(63)])))
         settings: dict[str, Any] = {
             "criterion": criterion,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
-            "progress": progress,
+            "progress": progress if ranks.leads else False,
         }
         bench = Workbench(
             model,
@@ -496,8 +567,10 @@ class ExpMQuadEngine:
         elif missing and epsilon is not None:
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
-            noise = SystemNoise() if self.secure_mode else noise_source(noise_generator)
-            given, remembered = self._buy_bounds(bench, loader, given, epsilon, size, adjacency, noise, joint_radius)
+            check_noise_generator(noise_generator)
+            given, remembered = self._buy_bounds(
+                bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius
+            )
             source = "bought"
         elif missing:
             raise ValueError(
@@ -507,6 +580,8 @@ class ExpMQuadEngine:
         c_g, c_h = given["max_grad_norm"], given["max_curvature"]
         assert c_g is not None
         assert c_h is not None
+        if source == "public":
+            c_g, c_h = ranks.from_leader(torch.tensor([c_g, c_h], dtype=torch.float64)).tolist()
         if joint_radius is not None and c_h > 0:
             c_h = 4 * c_g / joint_radius
         return bench, {
@@ -516,6 +591,7 @@ class ExpMQuadEngine:
             "bounds": source,
             "joint_radius": joint_radius,
             "remembered": remembered,
+            "ranks": ranks,
         }
 
     def _public_curvature(
@@ -550,7 +626,7 @@ class ExpMQuadEngine:
             )
         data.check_loader(public_loader, "public_loader")
         rank = public_rank if projection == "preconditioned" else _check.positive_int("proj_dim", proj_dim)
-        key = (id(public_loader), rank, id(criterion), curvature_samples, _digest(model))
+        key = (id(public_loader), rank, id(criterion), curvature_samples, digest(check_module(model)))
         if key not in self._curvatures:
             bench = _full_space(
                 model,
@@ -561,10 +637,16 @@ class ExpMQuadEngine:
             )
             # Loader and criterion are kept with the result, so that their ids stay their own.
             self._curvatures[key] = ((public_loader, criterion), bench.public_curvature(public_loader, rank))
-        return self._curvatures[key][1]
+        found = self._curvatures[key][1]
+        self._ranks.adopt([found.eigenvalues, found.vectors])
+        return found
 
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
         """The source paper's bounds, from the private data itself."""
+        if self._ranks.count > 1:
+            raise ValueError(
+                "bounds='paper' reads a maximum off the data of one process; use bounds=None on several ranks"
+            )
         if self.accountant.budget is not None:
             raise ValueError("bounds='paper' is not private and cannot be charged to a budget; use bounds=None")
         warnings.warn(
@@ -583,23 +665,33 @@ class ExpMQuadEngine:
         epsilon: float,
         nominal_size: int,
         adjacency: str,
-        noise: Uniforms,
+        noise_generator: torch.Generator | np.random.Generator | None,
         joint_radius: float | None,
     ) -> tuple[Bounds, Remembered]:
-        """Private quantiles for the bounds that are missing, charged before they are drawn."""
+        """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
         purchases = [
             Purchase(price, adjacency, name, QUANTILES[name], nominal_size)
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
             warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
-        remembered = bench.remember(loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius)
+        ranks = self._ranks
+        remembered = bench.remember(
+            loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius, ranks=ranks
+        )
+        noise: Uniforms | None = None
+        if ranks.leads:
+            noise = SystemNoise() if self.secure_mode else noise_source(noise_generator)
         found = dict(given)
         for purchase in purchases:
-            self.accountant.record(purchase)
-            found[purchase.bound] = private_quantile(
-                remembered.norms[purchase.bound], purchase.quantile, purchase.epsilon_range, adjacency, noise
-            )
+            counts = ranks.summed(torch.from_numpy(grid_counts(remembered.norms[purchase.bound]))).numpy()
+            bound = math.nan
+            if noise is not None:
+                self.accountant.record(purchase)
+                bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, adjacency, noise)
+            found[purchase.bound] = float(ranks.from_leader(torch.tensor([bound], dtype=torch.float64)))
+            if not ranks.leads:
+                self.accountant.note(purchase)
         return found, remembered
 
     def release(
@@ -619,20 +711,18 @@ class ExpMQuadEngine:
 
         **Privacy:** (ε, δ)-DP under the given adjacency; every call is a release of its own.
         """
-        self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
-        return self._draw(
-            statistics,
-            allowances(epsilon, delta)[0],
-            radius,
-            epsilon=epsilon,
-            delta=delta,
-            regularization=regularization,
-            adjacency=adjacency,
-            calibration=calibration,
-            sampler=sampler,
-            noise_generator=noise_generator,
-            place=(1, 1),
-        )
+        arguments: dict[str, Any] = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "regularization": regularization,
+            "adjacency": adjacency,
+            "calibration": calibration,
+            "sampler": sampler,
+            "noise_generator": noise_generator,
+        }
+        with self._on_all_ranks(statistics=statistics, radius=radius, **arguments):
+            self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
+            return self._draw(statistics, allowances(epsilon, delta)[0], radius, place=(1, 1), **arguments)
 
     def _draw(
         self,
@@ -649,7 +739,7 @@ class ExpMQuadEngine:
         noise_generator: torch.Generator | np.random.Generator | None,
         place: tuple[int, int],
     ) -> nn.Module:
-        """Charge, then draw."""
+        """Charge, then draw, both on the leading rank; the model on every rank."""
         calibrated = self._calibrate(
             statistics,
             allowance,
@@ -660,40 +750,50 @@ class ExpMQuadEngine:
         )
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
-        generator = noise_source(noise_generator)
+        check_noise_generator(noise_generator)
         ridge = _ridge(statistics, radius, regularization)
-        density = statistics.density(calibrated.inverse_temperature, radius, ridge)
-        sums, subspace = statistics.sums, statistics.projection
-        self.accountant.record(
-            Release(
-                epsilon_range=calibrated.epsilon_range,
-                # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
-                mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
-                adjacency=adjacency,
-                epsilon=float(epsilon),
-                delta=float(delta),
-                calibration=calibrated.method,
-                radius=float(radius),
-                regularization=ridge,
-                nominal_size=statistics.nominal_size,
-                max_grad_norm=sums.max_grad_norm,
-                max_curvature=sums.max_curvature,
-                projection=subspace.kind,
-                proj_dim=subspace.dim,
-                seed=subspace.seed,
-                sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
-                failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
-                bounds=statistics.bounds,
-                clipping="separate" if sums.joint_radius is None else "joint",
-                round=place[0],
-                rounds=place[1],
-            )
+        sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
+        release = Release(
+            epsilon_range=calibrated.epsilon_range,
+            # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
+            mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
+            adjacency=adjacency,
+            epsilon=float(epsilon),
+            delta=float(delta),
+            calibration=calibrated.method,
+            radius=float(radius),
+            regularization=ridge,
+            nominal_size=statistics.nominal_size,
+            max_grad_norm=sums.max_grad_norm,
+            max_curvature=sums.max_curvature,
+            projection=subspace.kind,
+            proj_dim=subspace.dim,
+            seed=subspace.seed,
+            sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
+            failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
+            bounds=statistics.bounds,
+            clipping="separate" if sums.joint_radius is None else "joint",
+            round=place[0],
+            rounds=place[1],
         )
-        if self.secure_mode:
-            reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
-            fixed = FixedWork(proposals_needed(density.dim, reach))
-            return statistics.module_at(fixed.sample(density, SystemNoise()))
-        return statistics.module_at(draw.sample(density, generator)[0])
+        density = statistics.density(calibrated.inverse_temperature, radius, ridge) if ranks.leads else None
+        ranks.ready()  # every rank got this far: only now is it charged
+        coordinates = np.zeros(subspace.dim)
+        if density is not None:
+            generator = noise_source(noise_generator)
+            self.accountant.record(release)
+            if self.secure_mode:
+                reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
+                fixed = FixedWork(proposals_needed(density.dim, reach))
+                coordinates = fixed.sample(density, SystemNoise())
+            else:
+                coordinates = draw.sample(density, generator)[0]
+        coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
+        if not ranks.leads:
+            self.accountant.note(release)
+        module = statistics.module_at(coordinates)
+        ranks.adopt([p for p in module.parameters() if p.requires_grad])
+        return module
 
     def simulate(
         self,
@@ -1060,16 +1160,6 @@ def _full_space(model: nn.Module, **settings: Any) -> Workbench:
     size = sum(p.numel() for p in check_module(model).parameters() if p.requires_grad)
     records = min(256, max(16, _WIDE_BYTES // (16 * 8 * size)))
     return Workbench(model, subspace=Subspace("sparse", None, 0), pieces=data.Pieces(records), **settings)
-
-
-def _digest(model: nn.Module) -> str:
-    """Of the weights at which a curvature was computed, and of which of them may move."""
-    module = check_module(model)
-    digest = hashlib.sha256(repr([name for name, p in module.named_parameters() if p.requires_grad]).encode())
-    for name, tensor in module.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:

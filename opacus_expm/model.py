@@ -7,6 +7,7 @@ the release is a second copy whose parameters are θ* + Aξ.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+_PARALLEL = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, DataParallel)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -47,9 +53,31 @@ class Layout:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module itself, out of ``torch.compile``'s wrapper."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
+    """The module itself, out of the wrappers of ``torch.compile`` and of distributed data parallelism."""
+    while True:
+        name = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
+        inner = getattr(module, name, None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def digest(module: nn.Module) -> str:
+    """Of a module's weights and buffers, and of which of them may move."""
+    found = hashlib.sha256(repr([name for name, p in module.named_parameters() if p.requires_grad]).encode())
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, Tensor):
+            found.update(f"{name} {tensor_digest(tensor)}".encode())
+    return found.hexdigest()
+
+
+def tensor_digest(*tensors: Tensor) -> str:
+    """Of the types, shapes and bits of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def check_module(module: object) -> nn.Module:
@@ -63,6 +91,17 @@ def check_module(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {module!r} of type {type(module).__name__}")
     module = unwrap(module)
+    if any(isinstance(layer, FullyShardedDataParallel) for layer in module.modules()):
+        raise ValueError(
+            "model is wrapped by FullyShardedDataParallel, which shards its parameters over ranks; pass the module as it "
+            "was before, whole on every rank: a pass shares out the records, not the parameters"
+        )
+    for name, p in module.named_parameters():
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"model parameter {name!r} is sharded over ranks (FSDP2's fully_shard, or another DTensor); pass the module "
+                "as it was before, whole on every rank: a pass shares out the records, not the parameters"
+            )
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError(

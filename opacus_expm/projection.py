@@ -14,7 +14,7 @@ map in every process and on every device (up to rounding for ``stiefel``, whose 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -331,6 +331,28 @@ class Subspace:
     seed: int
     curvature: PublicCurvature | None = None
     damping: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values; public."""
+        found: dict[str, Any] = {"kind": self.kind, "dim": self.dim, "seed": self.seed, "damping": self.damping}
+        if self.curvature is not None:
+            found |= {"eigenvalues": self.curvature.eigenvalues, "vectors": self.curvature.vectors.cpu()}
+        return found
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Subspace:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: missing entries.
+        """
+        try:
+            kind, dim, seed, damping = (content[name] for name in ("kind", "dim", "seed", "damping"))
+            public = kind in PUBLIC_KINDS
+            curvature = PublicCurvature(content["eigenvalues"], content["vectors"]) if public else None
+        except (KeyError, TypeError) as error:
+            raise ValueError("this is no projection") from error
+        return cls(kind, dim, seed, curvature, damping)
 
     def build(self, size: int, device: torch.device, dtype: torch.dtype) -> Projection:
         """The map for p = ``size`` parameters.

@@ -534,7 +534,7 @@ class _Simulations:
 
     def __init__(self, task: Task, loss: str, setting: Setting, effort: Effort, seed: int, path: Path | None):
         self._task, self._setting, self._effort, self._seed = task, setting, effort, seed
-        self._engine = ExpMQuadEngine()  # simulates only; its ledger stays empty
+        self._engine = ExpMQuadEngine(distributed=False)  # simulates only; its ledger stays empty
         self._pass: tuple[str, int, Statistics] | None = None
         self._passes: dict[tuple[str, int], float] = {}
         facts = [loss, setting.regularization, seed, effort.draws, repr(effort.gibbs)]

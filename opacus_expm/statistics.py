@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm import _check, data, theory
 from opacus_expm._private import PrivateValues
-from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, make_criterion
+from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, description, make_criterion
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
@@ -28,14 +30,19 @@ from opacus_expm.model import (
     Layout,
     check_module,
     compute_dtype,
+    digest,
     exact_arithmetic,
     moved,
     ran_out_of_memory,
     take,
+    tensor_digest,
     working_copy,
 )
+from opacus_expm.private_file import PassFile, read_private, write_private
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
+from opacus_expm.ranks import Ranks
 from opacus_expm.sums import (
+    BOUNDS,
     ClippedAdder,
     ClippedSums,
     RecordQuadratics,
@@ -49,6 +56,8 @@ CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the
 PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 PAPER_INFLATION = 1.1
+_KIND = "private statistics"
+_FINGERPRINT = 1000  # coordinates, or half as many more
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
 
@@ -57,15 +66,24 @@ T = TypeVar("T")
 class Statistics(PrivateValues):
     """What one pass over the private data left behind: enough to release models at any ε and radius.
 
+    Statistics that were gathered apart, in several hospitals or by several jobs, add up to those of all their records:
+
+        statistics.save_private(path)                                  # where the records are
+        Statistics.load_private(path, model).merge(other, third)       # where the release is drawn
+
     **Privacy:** private data. ``repr`` shows shapes and bounds only, and pickling is refused.
     """
 
     module: nn.Module
     layout: Layout
     projection: Projection
+    subspace: Subspace
     sums: ClippedSums
     nominal_size: int
     bounds: str
+    criterion: str
+    curvature_samples: int | None
+    shards: frozenset[str]  # one random name for each pass that took part
 
     @cached_property
     def _spectrum(self) -> tuple[Array, Array | None, Array]:
@@ -85,6 +103,151 @@ class Statistics(PrivateValues):
     def module_at(self, coordinates: Array) -> nn.Module:
         """The plain module with parameters θ* + Aξ."""
         return moved(self.module, self.layout, self.projection.lift(torch.from_numpy(coordinates)))
+
+    @cached_property
+    def configuration(self) -> dict[str, object]:
+        """What has to be the same for statistics to be added up: public facts, by name."""
+        curvature, sums = self.subspace.curvature, self.sums
+        return {
+            "model": digest(self.module),
+            "projection": self.subspace.kind,
+            "proj_dim": self.subspace.dim,
+            # No projection of the full space is drawn.
+            "projection_seed": self.subspace.seed if self.projection.seed is not None else None,
+            "damping": self.subspace.damping,
+            "public curvature": None if curvature is None else tensor_digest(curvature.eigenvalues, curvature.vectors),
+            "criterion": self.criterion,
+            "curvature_samples": self.curvature_samples,
+            "max_grad_norm": sums.max_grad_norm,
+            "max_curvature": sums.max_curvature,
+            "radius of joint clipping": sums.joint_radius,
+            "kind of curvature": [sums.parallel, sums.rank, sums.curvature is None],
+        }
+
+    def merge(self, *others: Statistics) -> Statistics:
+        """Statistics of the records of all: sums add up, and so do nominal sizes.
+
+        Whoever passes records to two of the passes counts them twice, which cannot be noticed here: parts must be disjoint.
+
+        Args:
+            others: gathered with the same model, projection seed, criterion and bounds, from other records.
+
+        Raises:
+            TypeError: not statistics.
+            ValueError: what differs, by name; or a pass that would count twice.
+
+        **Privacy:** the result is private data of the union. Its sensitivity to one record is that of each part.
+        """
+        merged = self
+        for other in others:
+            if not isinstance(other, Statistics):
+                raise TypeError(f"only Statistics can be merged, got {type(other).__name__}")
+            mine, theirs = merged.configuration, other.configuration
+            differing = [name for name in mine if mine[name] != theirs[name]]
+            if differing:
+                raise ValueError(
+                    f"statistics with another {', '.join(differing)} cannot be merged: gather every part with the same "
+                    "model, projection_seed, criterion and bounds"
+                )
+            if merged.shards & other.shards:
+                raise ValueError("these statistics were merged before: every part may count once")
+            merged = replace(
+                merged,
+                sums=merged.sums.plus(other.sums.to(merged.sums.gradient.device)),
+                nominal_size=merged.nominal_size + other.nominal_size,
+                bounds=max(merged.bounds, other.bounds, key=BOUNDS.index),
+                shards=merged.shards | other.shards,
+            )
+        return merged
+
+    def save_private(self, path: str | os.PathLike[str]) -> None:
+        """Write the statistics, which are private data, to a new file, to be merged or used elsewhere.
+
+        The file holds the sums without any noise, the configuration, the projection's seed (with ``"public"`` and
+        ``"preconditioned"`` its public eigenvectors) and the pass's random name; no weights. Only its owner may read it.
+
+        Raises:
+            FileExistsError: the file exists.
+            ValueError: the bounds were bought, for which the file's reader would have no entry in a ledger.
+
+        **Privacy:** not private; a warning says so.
+        """
+        if self.bounds == "bought":
+            raise ValueError(
+                "statistics with bought bounds stay with the engine whose ledger was charged for them: pass max_grad_norm= "
+                "and max_curvature=, or public_loader=, to gather what is saved"
+            )
+        if os.path.exists(path):
+            raise FileExistsError(f"{os.fspath(path)!r} exists; choose another path, or delete the file")
+        warnings.warn(
+            f"save_private() writes PRIVATE data to {os.fspath(path)!r}: sums over the private records, without noise; keep "
+            "the file where the data is kept, and delete it when it has served",
+            UserWarning,
+            stacklevel=2,
+        )
+        write_private(
+            path,
+            _KIND,
+            {
+                "configuration": self.configuration,
+                "subspace": self.subspace.to_dict(),
+                "fingerprint": _fingerprint(self.projection),
+                "sums": self.sums.to_dict(),
+                "nominal_size": self.nominal_size,
+                "bounds": self.bounds,
+                "criterion": self.criterion,
+                "curvature_samples": self.curvature_samples,
+                "shards": sorted(self.shards),
+            },
+        )
+
+    @classmethod
+    def load_private(cls, path: str | os.PathLike[str], model: nn.Module) -> Statistics:
+        """Statistics that ``save_private`` wrote, for the model at which they were gathered. No code in the file is run.
+
+        Args:
+            path: the file.
+            model: with the same weights, and the same of them trainable.
+
+        Raises:
+            ValueError: no such file, another model, or a projection that its seed does not give here.
+
+        **Privacy:** the result is private data.
+        """
+        content = read_private(path, _KIND)
+        module = check_module(model)
+        layout = Layout.of(module)
+        device, dtype = next(module.parameters()).device, compute_dtype(module)
+        try:
+            if content["configuration"]["model"] != digest(module):
+                raise ValueError(
+                    "the model has other weights, or others of them are trainable, than where it was gathered"
+                )
+            subspace, sums = Subspace.from_dict(content["subspace"]), ClippedSums.from_dict(content["sums"])
+            projection = subspace.build(layout.size, device, dtype)
+            if projection.dim != len(sums.gradient) or not torch.allclose(
+                _fingerprint(projection), content["fingerprint"], rtol=0, atol=1e-4
+            ):
+                raise ValueError("the projection's seed does not give the projection with which it was gathered")
+            found = cls(
+                copy.deepcopy(module),
+                layout,
+                projection,
+                subspace,
+                sums.to(device),
+                _check.positive_int("nominal_size", content["nominal_size"]),
+                _check.one_of("bounds", content["bounds"], BOUNDS),
+                content["criterion"],
+                content["curvature_samples"],
+                frozenset(content["shards"]),
+            )
+            if found.configuration != content["configuration"]:
+                raise ValueError("its parts do not fit together")
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{os.fspath(path)!r} does not hold sound statistics") from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)!r} cannot be used: {error}") from error
+        return found
 
     def __repr__(self) -> str:
         return (
@@ -134,7 +297,7 @@ class Workbench:
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
         self._device, self._dtype = next(self._working.parameters()).device, compute_dtype(self._working)
-        self._subspace = subspace.build(self._layout.size, self._device, self._dtype)
+        self._recipe, self._subspace = subspace, subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
         self._pieces, self._progress = pieces, progress
         self._ready: tuple[RowSource, Criterion] | None = None
@@ -211,11 +374,14 @@ class Workbench:
             found = theory.mean_squared_bounds(PAPER_INFLATION * jacobian, PAPER_INFLATION * residual, outputs_count)
         return found.gradient, found.curvature
 
-    def remember(self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None) -> Remembered:
-        """One pass over the private data that keeps every record's norms and, while they fit, quadratics.
+    def remember(
+        self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None, ranks: Ranks
+    ) -> Remembered:
+        """One pass over this rank's private data that keeps every record's norms and, while they fit, quadratics.
 
         **Privacy:** the result is private data.
         """
+        part = _part(loader, ranks)
 
         def once() -> Remembered:
             kept: list[RecordQuadratics] | None = (
@@ -223,7 +389,7 @@ class Workbench:
             )  # what was kept may have filled it
             norms: list[dict[str, Array]] = []
             size = 0
-            for records in self._records(loader, "loader", curvature):
+            for records in self._records(part, "loader", curvature):
                 norms.append(_norms(records, joint_radius))
                 if kept is not None:
                     kept.append(records.to(self._dtype))
@@ -255,38 +421,80 @@ class Workbench:
         max_curvature: float,
         nominal_size: int,
         bounds: str,
-        joint_radius: float | None = None,
-        remembered: Remembered | None = None,
+        joint_radius: float | None,
+        remembered: Remembered | None,
+        ranks: Ranks,
+        kept: PassFile | None = None,
         begun: bool = False,
     ) -> Statistics:
-        """One pass over the private data, or none where an earlier one is remembered.
+        """One pass over the private data, or none where an earlier one is remembered; each rank visits its own part.
+
+        With ``kept``, the pass goes on where its file says, and keeps its state there until it is complete on all ranks.
 
         With ``begun``, the pass goes on with further batches: memory that runs out is then an error, because the records
         before would have been seen in pieces of another size; the next pass takes half of it.
 
+        Raises:
+            ValueError: the ranks together did not visit every record exactly once. The message holds no count.
+
         **Privacy:** the result is private data.
         """
+        size, visited = self._pieces.padded(loader), 0
 
         def once() -> ClippedSums:
+            nonlocal visited
+            # One pass sees its records in pieces of one size: where memory ran out it began anew, and is not kept.
+            file = kept if self._pieces.padded(loader) == size else None
+            visited = 0 if file is None else file.records
+
+            def count(total: ClippedAdder, records: int) -> None:
+                nonlocal visited
+                visited += records
+                if file is not None:
+                    file.add(total, records)
+
             if remembered is not None and remembered.records is not None:
                 total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
                 for records in remembered.records:
                     total.add(records.to(torch.float64).with_norms())
+                    count(total, len(records.gradients))
                 return total.result()
-            source, loss, stream = self._begin(loader, "loader")
-            return clipped_sums(
+            part = _part(loader, ranks, None if kept is None else visited)
+            # A pass that was complete on this rank, but not on another, has no batch left to begin with.
+            complete = data.dataset_size(part) == 0
+            source, loss, stream = self._begin(_part(loader, ranks, 0) if complete else part, "loader")
+            sums = clipped_sums(
                 source,
                 loss,
-                stream,
+                () if complete else stream,
                 max_grad_norm=max_grad_norm,
                 max_curvature=max_curvature,
                 curvature_samples=self._samples,
-                pad_to=self._pieces.padded(loader),
+                pad_to=self._pieces.padded(part),
                 joint_radius=joint_radius,
+                start=None if file is None or file.sums is None else file.sums.to(self._device),
+                after_each=count,
             )
+            if file is not None:
+                file.write(sums)
+            return sums
 
-        sums = self._in_memory(loader, "loader", once, restart=not begun)
-        return Statistics(self._module, self._layout, self._subspace, sums, nominal_size, bounds)
+        sums = _over_ranks(self._in_memory(loader, "loader", once, restart=not begun), visited, loader, ranks)
+        if kept is not None:
+            kept.remove()
+        assert self._ready is not None
+        return Statistics(
+            self._module,
+            self._layout,
+            self._subspace,
+            self._recipe,
+            sums,
+            nominal_size,
+            bounds,
+            description(self._ready[1]),
+            self._samples,
+            frozenset([f"{int(ranks.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"]),
+        )
 
     def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
         """One pass in exact arithmetic, from its beginning again in pieces of half the size whenever memory runs out.
@@ -338,6 +546,31 @@ class Workbench:
             loss = make_criterion(self._criterion, first[1])
             self._ready = (_row_source(self._working, self._layout, self._subspace, example, self._mode), loss)
         return (*self._ready, itertools.chain([first], stream))
+
+
+def _part(loader: DataLoader[Any], ranks: Ranks, start: int | None = None) -> DataLoader[Any]:
+    """This rank's records, from ``start`` on in the data set's order; the loader itself for one rank in any order."""
+    if ranks.count == 1 and start is None:
+        return loader
+    return data.part_of(loader, rank=ranks.rank, ranks=ranks.count, start=start or 0)
+
+
+def _over_ranks(sums: ClippedSums, visited: int, loader: DataLoader[Any], ranks: Ranks) -> ClippedSums:
+    """The sums of all ranks' records, once it is certain that every record was visited on exactly one."""
+    if ranks.count == 1:
+        return sums
+    ranks.same(lambda: {"the kind of curvature": (sums.parallel, sums.rank, sums.curvature is None)})
+    numbers = ranks.summed(torch.cat([sums.packed(), torch.tensor([visited], dtype=torch.float64)]))
+    if int(numbers[-1]) != data.dataset_size(loader):
+        raise ValueError("loader did not give every record to exactly one rank; nothing was released")
+    return sums.with_packed(numbers[:-1])
+
+
+def _fingerprint(projection: Projection) -> Tensor:
+    """A few coordinates of Aξ at a fixed ξ of norm one: enough to notice another projection."""
+    coordinates = torch.cos(torch.arange(1, projection.dim + 1, dtype=torch.float64))
+    lifted = projection.lift(coordinates / coordinates.norm()).double().cpu()
+    return lifted[:: max(1, len(lifted) // _FINGERPRINT)]
 
 
 def _norms(records: RecordQuadratics, joint_radius: float | None) -> dict[str, Array]:

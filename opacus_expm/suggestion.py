@@ -145,7 +145,7 @@ def suggest(
     rehearsed_epsilon = more * epsilon
     if delta > 0:  # the (ε, δ) whose μ is larger by n/n₀
         rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(distributed=False)
     results = []
     candidates = default_candidates(size, delta) if candidates is None else candidates
     if not candidates:

@@ -31,6 +31,7 @@ from opacus_expm.symmetric import SymmetricSum
 
 ADJACENCIES = ("add_remove", "replace_one")
 CLIPPINGS = ("separate", "joint")
+BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
 DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
@@ -140,6 +141,77 @@ class ClippedSums(PrivateValues):
         """What one record can change, under the given adjacency."""
         _check.one_of("adjacency", adjacency, ADJACENCIES)
         return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, self.joint_radius)
+
+    def packed(self) -> Tensor:
+        """G and the upper triangle of S, row by row: k + k(k+1)/2 numbers in float64 on the CPU; private."""
+        gradient = self.gradient.to("cpu", torch.float64)
+        if self.curvature is None:
+            return gradient.clone()
+        upper = torch.triu_indices(len(gradient), len(gradient))
+        return torch.cat([gradient, self.curvature.to("cpu", torch.float64)[upper[0], upper[1]]])
+
+    def with_packed(self, numbers: Tensor) -> ClippedSums:
+        """The same facts with other sums, in the order of ``packed``."""
+        k, device = len(self.gradient), self.gradient.device
+        if self.curvature is None:
+            return replace(self, gradient=numbers.to(device))
+        upper = torch.triu_indices(k, k)
+        curvature = torch.zeros(k, k, dtype=torch.float64)
+        curvature[upper[0], upper[1]] = curvature[upper[1], upper[0]] = numbers[k:]
+        return replace(self, gradient=numbers[:k].to(device, copy=True), curvature=curvature.to(device))
+
+    def to(self, device: torch.device) -> ClippedSums:
+        """The same sums on another device."""
+        curvature = None if self.curvature is None else self.curvature.to(device)
+        return replace(self, gradient=self.gradient.to(device), curvature=curvature)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for a private file."""
+        return {
+            "numbers": self.packed(),
+            "dim": len(self.gradient),
+            "max_grad_norm": self.max_grad_norm,
+            "max_curvature": self.max_curvature,
+            "parallel": self.parallel,
+            "rank": self.rank,
+            "joint_radius": self.joint_radius,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any) -> ClippedSums:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: missing entries, or values that no sums can have.
+        """
+        try:
+            k, numbers = _check.positive_int("dim", content["dim"]), content["numbers"]
+            with_curvature = len(numbers) != k
+            joint = content["joint_radius"]
+            sums = cls(
+                torch.zeros(k, dtype=torch.float64),
+                torch.zeros(0) if with_curvature else None,
+                _check.positive("max_grad_norm", content["max_grad_norm"]),
+                _check.non_negative("max_curvature", content["max_curvature"]),
+                bool(content["parallel"]),
+                int(content["rank"]),
+                None if joint is None else _check.positive("joint_radius", joint),
+            )
+            sound = numbers.dtype == torch.float64 and bool(numbers.isfinite().all())
+            if not sound or len(numbers) != (k + k * (k + 1) // 2 if with_curvature else k):
+                raise ValueError("these are no sums")
+            return sums.with_packed(numbers)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError("these are no sums") from error
+
+    def plus(self, other: ClippedSums) -> ClippedSums:
+        """The sums of the records of both, which were clipped alike."""
+        both = self.curvature is not None and other.curvature is not None
+        return replace(
+            self,
+            gradient=self.gradient + other.gradient,
+            curvature=self.curvature + other.curvature if both else None,  # type: ignore[operator]
+        )
 
     def __repr__(self) -> str:
         return (
@@ -287,6 +359,8 @@ def clipped_sums(
     curvature_samples: int | None = None,
     pad_to: int | None = None,
     joint_radius: float | None = None,
+    start: ClippedSums | None = None,
+    after_each: Callable[[ClippedAdder, int], None] | None = None,
 ) -> ClippedSums:
     """Clip every record's quadratic and add, over one pass.
 
@@ -300,10 +374,12 @@ def clipped_sums(
         pad_to: public number of records that the network always sees at once, so that a record's rounding does not
             depend on how many others share its batch.
         joint_radius: clip gradient and curvature together, for this radius (see ``ClippedAdder``).
+        start: sums of records that were visited earlier, clipped alike.
+        after_each: called after each batch, with the sums so far and the number of the batch's records.
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
-    total = ClippedAdder(max_grad_norm, max_curvature, joint_radius)
+    total = ClippedAdder(max_grad_norm, max_curvature, joint_radius, start)
     for inputs, targets in pass_over:
         total.add(
             record_quadratics(
@@ -316,6 +392,8 @@ def clipped_sums(
                 pad_to=pad_to,
             )
         )
+        if after_each is not None:
+            after_each(total, len(targets))
     return total.result()
 
 
@@ -324,14 +402,21 @@ class ClippedAdder:
 
     Separately: |g_i| ≤ C_g and ‖H_i‖₂ ≤ C_H. Jointly, for one radius R: both are scaled by min(1, 2RC_g/W_i), W_i being
     the width of the record's own utility (``utility_width``), so that no utility is wider than 2RC_g; C_H is then 4C_g/R.
+    With ``start``, the sums go on from there.
     """
 
-    def __init__(self, max_grad_norm: float, max_curvature: float, joint_radius: float | None = None):
+    def __init__(
+        self,
+        max_grad_norm: float,
+        max_curvature: float,
+        joint_radius: float | None = None,
+        start: ClippedSums | None = None,
+    ):
         self._bounds, self._joint_radius = (max_grad_norm, max_curvature), joint_radius
-        self._g: Tensor | None = None
-        self._s: SymmetricSum | None = None
-        self._parallel = False
-        self._rank = 0
+        self._g = None if start is None else start.gradient.clone()
+        self._s = None if start is None or start.curvature is None else SymmetricSum.starting_at(start.curvature)
+        self._parallel = start is not None and start.parallel
+        self._rank = 0 if start is None else start.rank
 
     def add(self, records: RecordQuadratics) -> None:
         """Add one batch; factors are left out where max_curvature is 0."""

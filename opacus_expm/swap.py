@@ -407,7 +407,9 @@ class Training(PrivateValues):
                 self._begin(epoch)
             assert self._gather is not None
             found = self._gather(_one_batch((ticket.inputs, ticket.targets)), begun=epoch.counted > 0)
-            epoch.statistics = found if epoch.statistics is None else _together(epoch.statistics, found)
+            if epoch.statistics is not None:
+                found = replace(found, sums=epoch.statistics.sums.plus(found.sums))
+            epoch.statistics = found
             epoch.counted, epoch.records = epoch.counted + 1, epoch.records + len(ticket.targets)
         except BaseException:  # an interrupt, too, must not leave a batch half counted, or hooks half attached
             epoch.broken, epoch.statistics, self._gather = "An exception was raised in backward().", None, None
@@ -775,11 +777,3 @@ def _one_batch(batch: tuple[Any, Tensor]) -> DataLoader[Any]:
     """A loader of a single batch that leaves torch's global random state alone."""
     one: Any = [batch]
     return DataLoader(one, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator())
-
-
-def _together(total: Statistics, more: Statistics) -> Statistics:
-    """Statistics of the records of both."""
-    first, second = total.sums, more.sums
-    if first.curvature is not None and second.curvature is not None:
-        first.curvature.add_(second.curvature)
-    return replace(total, sums=replace(first, gradient=first.gradient + second.gradient))

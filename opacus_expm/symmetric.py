@@ -29,6 +29,13 @@ class SymmetricSum:
     def __init__(self, dim: int, device: torch.device):
         self._sum = torch.zeros(dim, dim, dtype=torch.float64, device=device)
 
+    @classmethod
+    def starting_at(cls, total: Tensor) -> SymmetricSum:
+        """A sum that goes on from an earlier one (k, k), which is copied."""
+        found = cls(len(total), total.device)
+        found._sum.copy_(total)
+        return found
+
     def add(self, rows: Tensor) -> None:
         """Add BᵀB for rows B (n, k), float64."""
         for block in self._blocks():

@@ -18,6 +18,7 @@ from opacus_expm import statistics as statistics_module
 from opacus_expm.bounds import (
     GRID,
     QUANTILES,
+    grid_counts,
     private_quantile,
     quantile_epsilon,
     quantile_scores,
@@ -37,7 +38,7 @@ class Fixed:
 
 
 def _log_probabilities(norms, quantile, epsilon, adjacency):
-    logits = epsilon * quantile_scores(norms, quantile) / score_width(quantile, adjacency)
+    logits = epsilon * quantile_scores(grid_counts(norms), quantile) / score_width(quantile, adjacency)
     return logits - np.logaddexp.reduce(logits)
 
 
@@ -64,15 +65,15 @@ def test_replacing_a_record(norms, record, quantile, epsilon):
 def test_the_width_is_reached_so_a_smaller_one_would_be_wrong():
     """q = 0.8: a record above the quantile makes points below it worse by 0.8 and points above it better by 0.8."""
     norms, record = np.full(10, 1e3), 1e6
-    change = quantile_scores(np.append(norms, record), 0.8) - quantile_scores(norms, 0.8)
+    change = quantile_scores(grid_counts(np.append(norms, record)), 0.8) - quantile_scores(grid_counts(norms), 0.8)
     assert np.ptp(change) == pytest.approx(score_width(0.8, "add_remove"))
 
 
 def test_draws_follow_the_stated_law():
     norms = np.random.default_rng(0).lognormal(size=200)
     expected = np.exp(_log_probabilities(norms, 0.8, 0.3, "add_remove"))
-    random = np.random.default_rng(1)
-    draws = np.array([private_quantile(norms, 0.8, 0.3, "add_remove", random) for _ in range(4000)])
+    random, counts = np.random.default_rng(1), grid_counts(norms)
+    draws = np.array([private_quantile(counts, 0.8, 0.3, "add_remove", random) for _ in range(4000)])
     counts = np.array([(draws == t).sum() for t in GRID])
     likely = expected * len(draws) >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
@@ -85,7 +86,7 @@ def test_draws_follow_the_stated_law():
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 1e-16])
 def test_every_uniform_number_gives_a_grid_point(uniform):
-    assert private_quantile(np.ones(5), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
+    assert private_quantile(grid_counts(np.ones(5)), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
 
 
 def test_reliable_purchases_are_near_the_quantile():
@@ -93,8 +94,8 @@ def test_reliable_purchases_are_near_the_quantile():
     size = 20_000
     norms = np.sort(np.random.default_rng(2).lognormal(size=size))
     epsilon = quantile_epsilon(100.0, size, QUANTILES["max_grad_norm"])
-    random = np.random.default_rng(3)
-    found = [private_quantile(norms, QUANTILES["max_grad_norm"], epsilon, "add_remove", random) for _ in range(1000)]
+    random, counts = np.random.default_rng(3), grid_counts(norms)
+    found = [private_quantile(counts, QUANTILES["max_grad_norm"], epsilon, "add_remove", random) for _ in range(1000)]
     reached = np.searchsorted(norms, found) / size
     assert np.abs(reached - QUANTILES["max_grad_norm"]).max() < 0.1
 
@@ -102,8 +103,8 @@ def test_reliable_purchases_are_near_the_quantile():
 def test_a_poor_purchase_fails_often():
     """With N = 20,000, q = 0.9 and ε₁ = 0.0025 most purchases miss; so the warning is not for nothing."""
     norms = np.sort(np.random.default_rng(4).lognormal(size=20_000))
-    random = np.random.default_rng(5)
-    found = [private_quantile(norms, 0.9, 0.0025, "add_remove", random) for _ in range(300)]
+    random, counts = np.random.default_rng(5), grid_counts(norms)
+    found = [private_quantile(counts, 0.9, 0.0025, "add_remove", random) for _ in range(300)]
     reached = np.searchsorted(norms, found) / 20_000
     assert np.mean(np.abs(reached - 0.9) > 0.09) > 0.5
 

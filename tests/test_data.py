@@ -425,12 +425,14 @@ def test_mappings_with_labels():
 # --- Progress --------------------------------------------------------------------------------------------------------
 
 
-def test_bar_counts_batches_of_sized_data(capsys):
+def test_bar_counts_whole_batches_of_sized_data(capsys):
+    """Records per second and the time left, for three batches of four where there are ten records."""
     passed(DataLoader(records(), batch_size=4), progress=True)
     shown = capsys.readouterr().err
     assert "loader:" in shown
-    assert "/3 [" in shown
-    assert "batch/s" in shown
+    assert "/12.0 [" in shown
+    assert "record/s" in shown
+    assert "<" in shown
 
 
 @pytest.mark.parametrize("progress", [None, False])

@@ -99,8 +99,11 @@ class Secrets:
             if found.curvature is not None:
                 self.add(COARSE, found.curvature.numpy(), np.linalg.eigvalsh(found.curvature.numpy()))
 
-        def scores(_, norms, quantile, *__):
-            self.add(COARSE, opacus_expm.bounds.quantile_scores(norms, quantile), np.quantile(norms, quantile))
+        def quantiles(_, norms):
+            self.add(COARSE, *[np.quantile(norms, quantile) for quantile in opacus_expm.bounds.QUANTILES.values()])
+
+        def scores(_, counts, quantile, *__):
+            self.add(COARSE, opacus_expm.bounds.quantile_scores(counts, quantile))
 
         def density(_, self_, found, *__):
             self.add(COARSE, found.precision, found.linear, found.tilt(), found.log_normalizer())
@@ -110,6 +113,7 @@ class Secrets:
 
         after(opacus_expm.sums, "_finite_only", norms)
         after(ClippedAdder, "result", sums)
+        after(opacus_expm.engine, "grid_counts", quantiles)
         after(opacus_expm.engine, "private_quantile", scores)
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
@@ -117,7 +121,7 @@ class Secrets:
     def in_text(self, text):
         """Tokens that are a private number, rounded or cut off."""
         text = re.sub(r"0x[0-9a-f]+|\b[0-9a-f]{16,}\b", " ", text)  # addresses and digests
-        text = re.sub(r"\d{4}-\d\d-\d\dT\S+|\d\d:\d\d<\S+ +\S+(batch/s|s/batch|it/s|s/it)", " ", text)  # times
+        text = re.sub(r"\d{4}-\d\d-\d\dT\S+|\d\d:\d\d<\S+ +\S+(record/s|s/record|it/s|s/it)", " ", text)  # times
         text = re.sub(r"(seconds|memory|peak_mib)\W+[\d.e+-]+", " ", text)  # measured by compare
         ordered = {digits: sorted(values) for digits, values in self.values.items()}
         found = []

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.bounds import GRID
 from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
 
@@ -393,7 +394,10 @@ def _free_purchases(patch):
 
 
 def _plain_quantile(patch):
-    patch.setattr(engine, "private_quantile", lambda norms, quantile, *_: float(np.quantile(norms, quantile)))
+    def plain(counts, quantile, *_):
+        return float(GRID[np.searchsorted(counts[:-1], quantile * counts[-1])])
+
+    patch.setattr(engine, "private_quantile", plain)
 
 
 def _full_budget_every_round(patch):

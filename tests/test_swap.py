@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics, swap
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics
 from opacus_expm.sampling import Exact
+from opacus_expm.sums import ClippedSums
 from opacus_expm.swap import PrivateNumber
 
 RECORDS, BATCH, FEATURES, CLASSES = 20, 8, 5, 3  # three batches, the last one short
@@ -576,7 +577,7 @@ def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clea
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop = make_loop()
-    add = swap._together
+    add = ClippedSums.plus
 
     def interrupted(total, more):
         if when == "after":
@@ -587,7 +588,7 @@ def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop.batch(*next(iterator))
     x, y = next(iterator)
     with monkeypatch.context() as patched:
-        patched.setattr(swap, "_together", interrupted)
+        patched.setattr(ClippedSums, "plus", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.batch(x, y)
     with pytest.raises(RuntimeError, match="was broken off: An exception was raised in backward"):
