@@ -25,9 +25,9 @@ import warnings
 sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
 
 OUTPUTS = 10
-BATCH = 32
+BATCH = 16
 WIDTHS = {10_000: 49, 100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
-RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 64, 20_000_000: 64}
+RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 48, 20_000_000: 48}
 DIM = 400
 DIMS = (100, 400, 1000, 2000, 4000)
 DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
