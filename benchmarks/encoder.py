@@ -70,7 +70,7 @@ class Classifier(nn.Module):
     def pooled(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """What the head sees."""
         # Positions and segments for each record, not broadcast over the batch: Opacus's hooks need them so.
-        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        positions = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
         states = self.encoder(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -28,7 +28,7 @@ from opacus_expm.projection import Projection, Sparse, Stiefel
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Rule = Callable[[Tensor, Sequence[Tensor | None]], None]  # (row (B, k) to add to, output gradients of the calls)
-_PIECE_ELEMENTS = 2**22  # of per-sample gradients at a time: 16 MiB in float32, within reach of a cache
+_PIECE_ELEMENTS = 2**20  # of per-sample gradients at a time: 4 MiB in float32, within reach of a cache
 _DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
 
 
