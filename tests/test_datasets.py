@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from opacus_expm import datasets
 from opacus_expm.datasets import VARIABLES, File
@@ -223,6 +226,94 @@ def test_published_files_have_the_digests_that_are_checked(real_data):
     listed = [*datasets.MNIST, *datasets.EICU_DEMO, *(outcomes for _, outcomes in datasets.PHYSIONET2012.values())]
     for file in listed:
         assert hashlib.sha256(datasets.read(datasets.find(file, real_data))).hexdigest() == file.sha256, file.name
+
+
+# --- text messages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_text_messages(tmp_path, ending, compress):
+    text = ending.join(["ham\tOk lar...\twith a tab", "spam\tWIN £100\x85now!", "ham\t", ""]).encode()
+    name = "SMSSpamCollection.gz" if compress else "SMSSpamCollection"
+    put(tmp_path / "sms_spam" / name, gzip.compress(text, mtime=0) if compress else text)
+    texts, spam = datasets.sms_spam(tmp_path)
+    assert texts == ["Ok lar...\twith a tab", "WIN £100\x85now!", ""]
+    assert spam.dtype == bool
+    assert spam.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ham\tfine\neggs\tno\n", r"SMSSpamCollection, line 2 must be 'ham' or 'spam', a tab and a message"),
+        ("ham fine\n", r"SMSSpamCollection, line 1 must be 'ham' or 'spam', a tab and a message"),
+        ("\n", "SMSSpamCollection must hold messages, got none"),
+        ("ham\t£\n", "SMSSpamCollection must be text in UTF-8"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, message):
+    put(tmp_path / "sms_spam/SMSSpamCollection", text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        datasets.sms_spam(tmp_path)
+
+
+def test_the_published_messages(real_data):
+    texts, spam = datasets.sms_spam(real_data)
+    assert (len(texts), spam.sum()) == (5574, 747)
+    content = datasets.read(datasets.find(datasets.SMS_SPAM, real_data)).replace(b"\r\n", b"\n")
+    assert hashlib.sha256(content).hexdigest() == datasets.SMS_SPAM.sha256
+
+
+# --- MNIST -----------------------------------------------------------------------------------------------------------
+
+
+def idx(array):
+    """An array as an IDX file."""
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes() + array.tobytes()
+
+
+def write_mnist(directory, train=60, test=30, seed=0):
+    """Random images whose brightest quarter tells the label; returns training images and labels."""
+    generator = np.random.default_rng(seed)
+    for name, count in (("t10k", test), ("train", train)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = generator.integers(0, 100, (count, 28, 28), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label : 2 * label + 9] += 150
+        put(directory / f"mnist/{name}-images-idx3-ubyte.gz", gzip.compress(idx(images)))
+        put(directory / f"mnist/{name}-labels-idx1-ubyte", idx(labels))
+    return images, labels
+
+
+@given(arrays.arrays(np.uint8, arrays.array_shapes(max_dims=4, min_side=0, max_side=4)), st.booleans())
+def test_idx_round_trip(tmp_path_factory, array, compress):
+    content = idx(array)
+    path = put(tmp_path_factory.mktemp("idx") / "file", gzip.compress(content, mtime=0) if compress else content)
+    found = datasets.idx(path)
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, array)
+    for wrong in (content + b"\0", content[:-1]):
+        path.write_bytes(wrong)
+        with pytest.raises(ValueError, match="file must"):
+            datasets.idx(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"\0\0\x0d\1\0\0\0\0", b"<html>"])
+def test_other_files_are_no_idx(tmp_path, content):
+    with pytest.raises(ValueError, match=r"file must be an IDX file of bytes, which starts with 00 00 08, got"):
+        datasets.idx(put(tmp_path / "file", content))
+
+
+def test_mnist_needs_a_label_for_each_image(tmp_path):
+    images, labels = write_mnist(tmp_path)
+    found = datasets.mnist(tmp_path)
+    assert [array.shape for array in found] == [(60, 28, 28), (60,), (30, 28, 28), (30,)]
+    assert np.array_equal(found[0], images)
+    assert np.array_equal(found[1], labels)
+    put(tmp_path / "mnist/t10k-labels-idx1-ubyte", idx(labels))
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz must hold images of 28 × 28 with one label each"):
+        datasets.mnist(tmp_path)
 
 
 # --- eICU ------------------------------------------------------------------------------------------------------------
