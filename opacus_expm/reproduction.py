@@ -586,7 +586,6 @@ class _Simulations:
         def evaluate(module: nn.Module) -> float:
             nonlocal scoring
             start = time.perf_counter()
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions: twice as fast
             value = self._task.score(module)
             scoring += time.perf_counter() - start
             return value
