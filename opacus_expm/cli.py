@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument(
         "--releases", type=int, default=1000, help="whole releases of each engine (default: %(default)s)"
     )
-    check.add_argument("--draws", type=int, default=60_000, help="draws from one pass (default: %(default)s)")
+    check.add_argument("--draws", type=int, default=80_000, help="draws from one pass (default: %(default)s)")
     check.add_argument("--seed", type=int, help="of the black boxes' noise (default: fresh)")
     again = commands.add_parser("reproduce", help="the source paper's figures, with its calibration and with ours")
     again.add_argument("task", choices=TASKS, nargs="+", help="sine is synthetic; the others need data")

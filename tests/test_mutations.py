@@ -342,26 +342,19 @@ def _training_mode(patch):
 
 
 def _float32_sums_under_autocast(patch):
-    def add(self, records):
-        scales = [
-            sums._clip(n, b)
-            for n, b in zip((records.gradient_norms, records.curvature_norms), self._bounds, strict=True)
-        ]
-        g = (records.gradients * scales[0][:, None]).float().sum(0)
-        b = (records.factors * scales[1].sqrt()[:, None, None]).flatten(0, 1).float()
-        s = b.T @ b
-        self._g, self._s = (g, s) if self._g is None else (self._g + g, self._s + s)
-        self._parallel, self._rank = records.parallel, 1
+    class Float32Sum:
+        def __init__(self, dim, device):
+            self._total = torch.zeros(dim, dim, device=device)
 
-    original = sums.ClippedAdder.result
+        def add(self, rows):
+            product = rows.float().T @ rows.float()
+            self._total = self._total.to(product.dtype) + product
 
-    def result(self):
-        self._g, self._s = self._g.double(), self._s.double()
-        return original(self)
+        def result(self):
+            return self._total.double()
 
     patch.setattr(statistics, "exact_arithmetic", contextlib.nullcontext)
-    patch.setattr(sums.ClippedAdder, "add", add)
-    patch.setattr(sums.ClippedAdder, "result", result)
+    patch.setattr(sums, "SymmetricSum", Float32Sum)
 
 
 def _global_seed(patch):
