@@ -593,7 +593,7 @@ def black_box(
                 "and leave rounds out, or use draws_per_pass=1"
             )
     at = settled["delta"] if delta is None else _check.fraction("delta", delta)
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(distributed=False)
     engine.make_private_expm(model, loader, **settled)
     claimed = _claim(engine, at, settled)
     scores = []
@@ -613,7 +613,7 @@ def black_box(
 
 def _simulated(model: nn.Module, loader: DataLoader[Any], arguments: dict[str, Any], score: Score, draws: int) -> Array:
     """Scores of many draws from one pass."""
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(distributed=False)
 
     def of(method: Callable[..., Any]) -> dict[str, Any]:
         names = set(inspect.signature(method).parameters)

@@ -86,7 +86,13 @@ def grid_counts(norms: Array) -> Array:
 
 
 def quantile_scores(counts: Array, quantile: float) -> Array:
-    """u(t) at every point of the grid; private."""
+    """u(t) at every point of the grid; private.
+
+    Raises:
+        ValueError: something else than ``grid_counts``, such as the norms themselves.
+    """
+    if counts.shape != (GRID.size + 1,):
+        raise ValueError(f"counts must be grid_counts(norms), {GRID.size + 1} numbers, got shape {counts.shape}")
     scores: Array = -np.abs(counts[:-1] - quantile * counts[-1])
     return scores
 

@@ -642,7 +642,7 @@ def drawing(method: str, regularization: float) -> dict[str, Any]:
 
 def stated_epsilon(statistics: Statistics, epsilon: float, radius: float, options: Mapping[str, Any]) -> float | None:
     """The pure ε in a new ledger after one exact release at ε; None where it refuses to state any."""
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(distributed=False)
     engine.release(statistics, epsilon, radius, **options)
     try:
         return engine.get_epsilon(0.0)

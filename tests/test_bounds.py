@@ -89,6 +89,11 @@ def test_every_uniform_number_gives_a_grid_point(uniform):
     assert private_quantile(grid_counts(np.ones(5)), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
 
 
+def test_norms_are_not_mistaken_for_counts():
+    with pytest.raises(ValueError, match="counts must be grid_counts"):
+        private_quantile(np.ones(5), 0.5, 1.0, "add_remove", Fixed(0.5))
+
+
 def test_reliable_purchases_are_near_the_quantile():
     """At twice what reliability needs, a thousand purchases stay within a few percentiles of the quantile."""
     size = 20_000

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
-from opacus_expm.bounds import GRID
+from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
 
@@ -202,7 +202,7 @@ def law_of_bought_bounds():
     chosen = []
     for records in (norms, np.append(norms, 1e6)):
         uniforms = [SimpleNamespace(random=lambda count, u=u: np.array([u])) for u in levels]
-        chosen.append([engine.private_quantile(records, 0.8, 1.0, "add_remove", u) for u in uniforms])
+        chosen.append([engine.private_quantile(grid_counts(records), 0.8, 1.0, "add_remove", u) for u in uniforms])
     points = sorted({*chosen[0], *chosen[1]})
     counts = np.array([[np.sum(np.isclose(c, p)) for p in points] for c in map(np.array, chosen)])
     # a count of levels is off by one at each end of a point's interval
