@@ -102,7 +102,10 @@ GRIDS: Mapping[str, Sequence[Grid]] = {
 QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private method
     "non-private": ({"learning_rate": (1e-2,), "batch_size": (256,), "epochs": (10,)},),
     "dp-sgd": tuple({**grid, "learning_rate": (0.003, 0.01, 0.03)} for grid in DP_SGD_GRID[:2]),
-    "expm": ({**_NEWTON, "radius": (0.03, 0.1, 0.3), "regularization": (0.0, None)},),
+    "expm": (
+        {**_NEWTON, "radius": (0.03, 0.1, 0.3), "regularization": (0.0,)},
+        {**_RANDOM, "proj_dim": (400,), "radius": (0.1, 0.3, 1.0), "regularization": (None,)},
+    ),
     "expm-delta": (
         {**_NEWTON, "radius": (1.0, 2.0), "rounds": (8,)},
         {**_NEWTON, "damping": (None,), "radius": (3.0, 6.0), "rounds": (4, 8)},

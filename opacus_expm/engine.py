@@ -178,7 +178,8 @@ class ExpMQuadEngine:
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``data.Pieces``).
             noise_generator: for tests and simulations only; the operating system's entropy by default.
-            progress: show a bar; None shows it on a terminal.
+            progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
+                would tell the data set's size.
 
         Returns:
             A plain module of ``model``'s own class with parameters θ* + Aξ.
@@ -537,7 +538,8 @@ class ExpMQuadEngine:
             "criterion": criterion,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
-            "progress": progress if ranks.leads else False,
+            # The bar tells how many batches there are, which whoever gives a nominal size keeps to themselves.
+            "progress": progress if ranks.leads and nominal_size is None else False,
         }
         bench = Workbench(
             model,

@@ -1099,6 +1099,13 @@ def test_progress_shows_whole_batches_of_records_and_nothing_else(capsys):
     assert shown[0] == shown[1] == {"loader", "public_loader"}
 
 
+@pytest.mark.parametrize(("nominal_size", "shown"), [(None, True), (1000, False)])
+def test_no_bar_where_a_nominal_size_hides_the_real_one(capsys, nominal_size, shown):
+    options = GOOD | {"nominal_size": nominal_size, "progress": True}
+    ExpMQuadEngine().make_private_expm(make_model(), make_loader(), 1.0, 0.5, 5, **options)
+    assert ("loader" in capsys.readouterr().err) is shown
+
+
 def test_nothing_is_printed_by_default(capsys):
     ExpMQuadEngine().make_private_expm(make_model(), make_loader(), 1.0, 0.5, 5, **GOOD)
     captured = capsys.readouterr()
