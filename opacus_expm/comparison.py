@@ -107,8 +107,9 @@ QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private
         {**_RANDOM, "proj_dim": (400,), "radius": (0.1, 0.3, 1.0), "regularization": (None,)},
     ),
     "expm-delta": (
-        {**_NEWTON, "radius": (1.0, 2.0), "rounds": (8,)},
-        {**_NEWTON, "damping": (None,), "radius": (3.0, 6.0), "rounds": (4, 8)},
+        {**_NEWTON, "radius": (1.0, 2.0, 4.0), "rounds": (8,)},
+        {**_NEWTON, "damping": (None,), "radius": (3.0,), "rounds": (4,)},
+        {**_NEWTON, "damping": (None,), "radius": (3.0, 6.0), "rounds": (8,)},
     ),
 }
 

@@ -25,6 +25,7 @@ from opacus_expm import _check
 KINDS = ("stiefel", "sparse", "public", "preconditioned")
 PUBLIC_KINDS = ("public", "preconditioned")
 _OVERSAMPLING = 20  # vectors beyond the rank in the randomised decomposition
+_LEAST_DAMPING = 1e-6  # of the largest eigenvalue
 
 
 class Projection(Protocol):
@@ -323,7 +324,7 @@ class Subspace:
         seed: public seed.
         curvature: of public data, for the last two kinds.
         damping: h₀ of ``Preconditioned``; None takes the least of the computed eigenvalues, so that beyond them and
-            along them the curvature is the same.
+            along them the curvature is the same, but no less than 10⁻⁶ of the largest.
     """
 
     kind: str
@@ -378,9 +379,10 @@ class Subspace:
         else:
             base = make_projection("sparse", size, self.dim, self.seed, device=device, dtype=dtype)
         values = self.curvature.eigenvalues.clamp(min=0)
-        damping = float(values[-1]) if self.damping is None else self.damping
+        # An eigenvalue that is nothing but rounding would make a metric of nothing but rounding.
+        damping = max(float(values[-1]), _LEAST_DAMPING * float(values[0])) if self.damping is None else self.damping
         if damping <= 0:
-            raise ValueError("damping must be given: the curvature of public_loader has rank below public_rank")
+            raise ValueError("damping must be given: public_loader's records have no curvature")
         return Preconditioned.build(base, vectors, values.to(device, dtype), damping)
 
 

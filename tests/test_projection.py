@@ -473,10 +473,19 @@ def test_subspaces_that_cannot_be_made_are_refused() -> None:
         build(Subspace("public", 5, 0, CURVATURE))
     with pytest.raises(ValueError, match="proj_dim must be at most the number of trainable parameters, 20, got 21"):
         build(Subspace("preconditioned", 21, 0, CURVATURE))
-    flat = PublicCurvature(torch.tensor([1.0, 0.0]).double(), orthonormal(20, 2))
-    with pytest.raises(ValueError, match="damping must be given: the curvature of public_loader has rank below"):
+    flat = PublicCurvature(torch.tensor([0.0, 0.0]).double(), orthonormal(20, 2))
+    with pytest.raises(ValueError, match="damping must be given: public_loader's records have no curvature"):
         build(Subspace("preconditioned", 5, 0, flat))
     assert build(Subspace("preconditioned", 5, 0, flat, damping=0.5)).dim == 5
+
+
+def test_an_eigenvalue_of_rounding_makes_no_metric() -> None:
+    """The default damping is at least a millionth of the largest eigenvalue."""
+    vectors = orthonormal(20, 2)
+    rounded = PublicCurvature(torch.tensor([4.0, 1e-15]).double(), vectors)
+    found = build(Subspace("preconditioned", 5, 0, rounded))
+    expected = build(Subspace("preconditioned", 5, 0, rounded, damping=4e-6))
+    assert torch.equal(dense(found), dense(expected))
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

@@ -35,7 +35,7 @@ def same(first, second):
 
 
 def weights(model):
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
