@@ -108,8 +108,8 @@ QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private
     ),
     "expm-delta": (
         {**_NEWTON, "radius": (1.0, 2.0, 4.0), "rounds": (8,)},
-        {**_NEWTON, "radius": (2.0, 4.0), "rounds": (4,)},
-        {**_NEWTON, "damping": (None,), "radius": (6.0,), "rounds": (8,)},
+        {**_NEWTON, "radius": (1.0,), "rounds": (4,)},
+        {**_NEWTON, "damping": (None,), "radius": (3.0, 6.0), "rounds": (8,)},
     ),
 }
 
