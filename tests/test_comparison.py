@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -689,3 +690,10 @@ def test_peak_memory_is_that_of_the_run():
         np.ones(2**10)
     assert 60 < large.memory < 80
     assert small.memory < 10
+
+
+@pytest.mark.parametrize("name", ["mnist", "icu", "sine"])
+def test_what_the_readme_shows_is_what_was_found(name):
+    root = Path(__file__).parents[1]
+    found = Comparison.from_json(root / "benchmarks" / "comparison" / f"{name}.json")
+    assert found.table().split("\n\n")[0] in (root / "README.md").read_text(encoding="utf-8")
