@@ -154,7 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     again.add_argument("--seed", type=int, default=0, help="of data, subspaces and noise (default: %(default)s)")
     again.add_argument(
-        "--out", type=Path, help="directory for results; a run goes on there (default: reproduction-TASK)"
+        "--out",
+        type=Path,
+        default=Path("reproduction"),
+        help="directory for results; a run goes on there (default: %(default)s)",
     )
     again.add_argument("--quick", action="store_true", help="few draws and records: about a minute")
     again.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")

@@ -417,6 +417,16 @@ def test_the_command_writes_figures_data_and_table(task, tmp_path, monkeypatch, 
     assert written.reference("zero-shot").means[0] == pytest.approx(zero_shot, rel=1e-12)
 
 
+def test_without_a_directory_the_command_makes_one(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
+    monkeypatch.setattr(reproduction, "_EXPERIMENTS", {"sine": (SETTING, EFFORT)})
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=NOT_PRIVATE):
+        assert cli.main(["reproduce", "sine", "--draws", "2", "--test-records", "50"]) == 0
+    assert "written to reproduction: " in capsys.readouterr().out
+    assert (tmp_path / "reproduction" / "sine.json").exists()
+
+
 def test_quick_runs_say_so(task, monkeypatch):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
     monkeypatch.setattr(reproduction, "_EXPERIMENTS", {"sine": (SETTING, EFFORT)})
