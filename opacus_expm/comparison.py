@@ -29,7 +29,6 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
-import json
 import math
 import statistics as moments
 import time
@@ -55,8 +54,8 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check, curves
 from opacus_expm.engine import ExpMQuadEngine
-from opacus_expm.journal import Journal, canonical, finite
-from opacus_expm.model import check_module
+from opacus_expm.journal import Journal, canonical, read_result, write_result
+from opacus_expm.model import check_module, tensor_digest
 from opacus_expm.projection import PUBLIC_KINDS
 from opacus_expm.statistics import Statistics
 from opacus_expm.tasks import Task
@@ -560,8 +559,7 @@ class Comparison:
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Write everything."""
-        content = {"format": 1, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_result(path, dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Comparison:
@@ -571,9 +569,7 @@ class Comparison:
             ValueError: the file holds something else.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content.pop("format") != 1:
-                raise ValueError("unknown format")
+            content = read_result(path)
             content["seeds"] = tuple(content["seeds"])
             content["grids"] = {
                 method: tuple({name: tuple(values) for name, values in grid.items()} for grid in grids)
@@ -824,8 +820,7 @@ def task_digest(task: Task, *facts: object) -> str:
     for name in ("public", "private", "test"):
         tensors.update({f"{name}.{i}": t for i, t in enumerate(_tensors(name, getattr(task, name)))})
     for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tensor_digest(tensor)}".encode())
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Finished cells of a long experiment, one JSON line each, so that a run that was interrupted can go on.
+"""Finished cells of a long experiment, one JSON line each, so that a run that was interrupted can go on; and its result.
 
 **Privacy:** none. What an experiment finds on private data is private; see ``comparison``.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]
+_FORMAT = 1  # of results
 
 
 class Journal:
@@ -54,6 +56,24 @@ class Journal:
                 file.write("\n" * self._torn + json.dumps(finite(entry)) + "\n")
             self._torn = False
         return outcome
+
+
+def write_result(path: str | PathLike[str], content: Facts) -> None:
+    """A result as JSON for people, too; what is not finite is null."""
+    text = json.dumps(finite({"format": _FORMAT, **content}), indent=1, ensure_ascii=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def read_result(path: str | PathLike[str]) -> Facts:
+    """What ``write_result`` was given; no more is known of it than its format.
+
+    Raises:
+        AttributeError, KeyError, RecursionError, TypeError, ValueError: the file holds something else.
+    """
+    content: Facts = json.loads(Path(path).read_text(encoding="utf-8"))
+    if content.pop("format") != _FORMAT:
+        raise ValueError("unknown format")
+    return content
 
 
 def canonical(value: object) -> str:

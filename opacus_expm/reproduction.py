@@ -18,7 +18,6 @@ on which that is allowed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 import warnings
@@ -41,7 +40,7 @@ from opacus_expm.accountant import NoGuarantee
 from opacus_expm.comparison import Grid, compare, task_digest
 from opacus_expm.datasets import AnyPath
 from opacus_expm.engine import ExpMQuadEngine
-from opacus_expm.journal import Journal, finite
+from opacus_expm.journal import Journal, read_result, write_result
 from opacus_expm.sampling import Exact, Gibbs, Sampler
 from opacus_expm.statistics import Statistics
 from opacus_expm.tasks import Task
@@ -291,8 +290,7 @@ class Reproduction:
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Write everything, the claims included."""
-        content = {"format": 1, **dataclasses.asdict(self), "claims": [dataclasses.asdict(c) for c in self.claims()]}
-        Path(path).write_text(json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_result(path, {**dataclasses.asdict(self), "claims": [dataclasses.asdict(c) for c in self.claims()]})
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Reproduction:
@@ -302,9 +300,7 @@ class Reproduction:
             ValueError: the file holds something else.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content.pop("format") != 1:
-                raise ValueError("unknown format")
+            content = read_result(path)
             del content["claims"]
             content["setting"] = Setting(**_tuples(content["setting"]))
             content["cost"] = Cost(**content["cost"])

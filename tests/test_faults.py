@@ -131,8 +131,12 @@ def in_two_steps(engine, model, **options):
 
 
 def training_loop(engine, model, **options):
-    """Two epochs of an Opacus loop, which trains its module in place: here a copy, so that faults start from the same."""
-    model = copy.deepcopy(model)
+    """An Opacus loop trains its module in place: here a copy, so that faults start from the same."""
+    return loop_in_place(engine, copy.deepcopy(model), **options)
+
+
+def loop_in_place(engine, model, **options):
+    """Two epochs of an Opacus loop."""
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
@@ -419,31 +423,13 @@ def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
     monkeypatch.setattr(opacus_expm.swap, "_copy_into", interrupted)
     before = weights(model)
     with pytest.raises(KeyboardInterrupt):
-        loop_in_place(engine, model)
+        loop_in_place(engine, model, **options_of(**GIVEN))
     assert len(moved) == 2
     assert torch.equal(weights(model), before)
     assert "forward" not in vars(model)
     assert engine.get_epsilon() == 0.5
-    loop_in_place(engine, model)
+    loop_in_place(engine, model, **options_of(**GIVEN))
     assert not torch.equal(weights(model), before)
-
-
-def loop_in_place(engine, model):
-    module, optimizer, criterion, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        data_loader=make_loader(),
-        target_epsilon=1.0,
-        target_delta=0.0,
-        epochs=2,
-        radius=0.3,
-        proj_dim=5,
-        **options_of(**GIVEN),
-    )
-    for _ in range(2):
-        for x, y in loader:
-            criterion(module(x), y).backward()
-            optimizer.step()
 
 
 def test_an_interrupted_checkpoint_changes_nothing(tmp_path, monkeypatch):
