@@ -54,8 +54,8 @@ RADII = {"last layer": (0.3, 1.0, 3.0), "lora": (0.3, 1.0, 3.0), "full": (1.0, 3
 RIDGES = (1.0, 10.0)  # in units of the default
 DP_SGD = {  # epochs, batch size, learning rates of Adam
     "last layer": (20, 256, (3e-3, 1e-2, 3e-2)),
-    "lora": (2, 128, (2e-3,)),
-    "full": (1, 128, (5e-4,)),
+    "lora": (2, 128, (5e-4, 2e-3, 8e-3)),
+    "full": (1, 128, (1e-4, 5e-4, 2e-3)),
 }
 ITEMS = [f"expm {s}" for s in SETS] + [f"dp-sgd {s} {e:g}" for s, e in itertools.product(SETS, EPSILONS)]
 

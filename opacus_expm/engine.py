@@ -44,6 +44,7 @@ from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspac
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
+from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES, CLIPPINGS
 
@@ -124,6 +125,7 @@ class ExpMQuadEngine:
         bounds: str | None = None,
         clipping: str = "separate",
         regularization: float | None = None,
+        denoise: bool = False,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
@@ -162,6 +164,8 @@ class ExpMQuadEngine:
                 scaled together, so that its utility is no wider over the ball than that of a gradient of ``max_grad_norm``.
             regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
                 (see ``calibration.default_regularization``).
+            denoise: take the known part of the noise out of every draw, group by group of parameters: post-processing, at no
+                cost in privacy (see ``opacus_expm.shrinkage``). Needs ``max_curvature=0``.
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
@@ -199,6 +203,7 @@ class ExpMQuadEngine:
             "max_curvature": max_curvature,
             "projection_seed": projection_seed,
             "regularization": regularization,
+            "denoise": denoise,
             "adjacency": adjacency,
             "calibration": calibration,
             "sampler": sampler,
@@ -259,6 +264,7 @@ class ExpMQuadEngine:
         max_curvature: float | None = 0.0,
         public_loader: DataLoader[Any] | None = None,
         regularization: float | None = None,
+        denoise: bool = False,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
@@ -299,6 +305,7 @@ class ExpMQuadEngine:
             max_curvature: C_H; by default no private curvature is used. None measures it on ``public_loader``.
             public_loader: public data for bounds and projections, as in ``make_private_expm``.
             regularization: as in ``make_private_expm``, like all that is not named here.
+            denoise: likewise.
             adjacency: likewise.
             calibration: likewise.
             sampler: likewise.
@@ -361,6 +368,7 @@ class ExpMQuadEngine:
             max_curvature=max_curvature,
             projection_seed=projection_seed,
             regularization=regularization,
+            denoise=denoise,
             adjacency=adjacency,
             calibration=calibration,
             sampler=sampler,
@@ -643,6 +651,34 @@ class ExpMQuadEngine:
         self._ranks.adopt([found.eigenvalues, found.vectors])
         return found
 
+    def largest_public_eigenvalue(
+        self,
+        model: nn.Module,
+        public_loader: DataLoader[Any],
+        *,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        public_rank: int = PUBLIC_RANK,
+    ) -> float:
+        """The largest eigenvalue of the Gauss-Newton matrix on public data, a scale for ``damping``; computed once.
+
+        **Privacy:** uses no private data.
+        """
+        found = self._public_curvature(
+            model,
+            None,
+            projection="preconditioned",
+            public_loader=public_loader,
+            public_rank=public_rank,
+            damping=None,
+            criterion=criterion,
+            grad_sample_mode=None,
+            curvature_samples=None,
+            progress=False,
+            bounds=None,
+        )
+        assert found is not None
+        return float(found.eigenvalues[0])
+
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
         """The source paper's bounds, from the private data itself."""
         if self._ranks.count > 1:
@@ -704,6 +740,7 @@ class ExpMQuadEngine:
         *,
         delta: float = 0.0,
         regularization: float | None = None,
+        denoise: bool = False,
         adjacency: str = "add_remove",
         calibration: str = "auto",
         sampler: str | Sampler = "exact",
@@ -717,6 +754,7 @@ class ExpMQuadEngine:
             "epsilon": epsilon,
             "delta": delta,
             "regularization": regularization,
+            "denoise": denoise,
             "adjacency": adjacency,
             "calibration": calibration,
             "sampler": sampler,
@@ -735,6 +773,7 @@ class ExpMQuadEngine:
         epsilon: float,
         delta: float,
         regularization: float | None,
+        denoise: bool,
         adjacency: str,
         calibration: str,
         sampler: str | Sampler,
@@ -755,6 +794,7 @@ class ExpMQuadEngine:
         check_noise_generator(noise_generator)
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
+        _check_denoise(denoise, sums.max_curvature)
         release = Release(
             epsilon_range=calibrated.epsilon_range,
             # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
@@ -793,6 +833,11 @@ class ExpMQuadEngine:
         coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
         if not ranks.leads:
             self.accountant.note(release)
+        if denoise:
+            variance = public_variance(
+                calibrated.inverse_temperature, ridge, statistics.nominal_size, radius, subspace.dim
+            )
+            coordinates = shrunk(coordinates, variance, subspace, statistics.layout)
         module = statistics.module_at(coordinates)
         ranks.adopt([p for p in module.parameters() if p.requires_grad])
         return module
@@ -938,6 +983,7 @@ class ExpMQuadEngine:
         max_curvature: float | None,
         projection_seed: int | None,
         regularization: float | None,
+        denoise: bool,
         calibration: str,
         sampler: str | Sampler,
         **options: Any,
@@ -949,6 +995,7 @@ class ExpMQuadEngine:
         check_noise_generator(options["noise_generator"])  # a wrong type must not cost a pass
         self._sampler(sampler)
         given = _checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
+        _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
         buys = options["public_loader"] is None and options["bounds"] is None
@@ -979,6 +1026,7 @@ class ExpMQuadEngine:
             drawing={
                 "epsilon": epsilon,
                 "delta": delta,
+                "denoise": denoise,
                 "sampler": sampler,
                 "noise_generator": options["noise_generator"],
             },
@@ -1180,6 +1228,17 @@ def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, pr
         "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
         "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
     }
+
+
+def _check_denoise(denoise: bool, max_curvature: float | None) -> None:
+    """Raise where the variance of the noise would be private: it is public only without private curvature."""
+    if not isinstance(denoise, bool):
+        raise TypeError(f"denoise must be True or False, got {denoise!r}")
+    if denoise and max_curvature != 0:
+        raise ValueError(
+            "denoise=True needs a draw whose noise is public, without private curvature: pass max_curvature=0 too, or "
+            "projection='preconditioned', or leave denoise out"
+        )
 
 
 def _prices(given: Bounds, epsilon: float, nominal_size: int) -> dict[str, float]:

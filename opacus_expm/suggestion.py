@@ -23,19 +23,44 @@ from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
 from opacus_expm.model import check_module, evaluation_mode
 
-RECORDS = 4096  # public records that take part
+RECORDS = 8192  # public records that take part
 _HELD_OUT = 0.25
+_PUBLIC_ROLE = 2048  # of them, for bounds and public curvature
 _BATCH = 256
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting to try: arguments of ``make_private_expm``."""
+    """A setting to try: arguments of ``make_private_expm``.
+
+    Attributes:
+        projection: kind of subspace.
+        proj_dim: k.
+        rounds: T.
+        radius: R.
+        damping_share: of ``"preconditioned"``, the damping as a share of the largest public eigenvalue; None takes the
+            engine's default.
+        denoise: whether known noise is taken out of the draws.
+        shifted: whether bounds and public curvature come from the shifted public records, or from those as they are. With
+            private curvature the bounds should be in proportion to what is there; without it the radius sets the length of a
+            step, and small bounds mean less noise.
+    """
 
     projection: str
     proj_dim: int | None
     rounds: int
     radius: float
+    damping_share: float | None = None
+    denoise: bool = False
+    shifted: bool = True
+
+    def __str__(self) -> str:
+        space = "the full space" if self.proj_dim is None else f"{self.proj_dim} dimensions"
+        text = f"radius {self.radius:g}, {self.projection} projection, {space}, {self.rounds} round(s)"
+        if self.damping_share is not None:
+            text += f", damping {self.damping_share:g} of the largest eigenvalue"
+        text += ", denoised" if self.denoise else ""
+        return text + ("" if self.shifted else ", bounds from records as they are")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +68,12 @@ class Suggestion:
     """Settings for ``make_private_expm``, and how they were found; all public.
 
     Attributes:
-        candidate: projection, dimension, rounds and radius.
+        candidate: the setting.
         regularization: λ.
         max_grad_norm: C_g.
         max_curvature: C_H.
-        public_loader: the shifted public records, which public projections need.
+        damping: h₀ of ``"preconditioned"``; None is the engine's default.
+        public_loader: public records, shifted or as they are, which public projections need.
         tried: every candidate with its mean held-out loss in the rehearsal, best first.
         zero_shot: the held-out loss of the model as it is.
     """
@@ -56,6 +82,7 @@ class Suggestion:
     regularization: float
     max_grad_norm: float
     max_curvature: float
+    damping: float | None
     public_loader: DataLoader[Any]
     tried: tuple[tuple[Candidate, float], ...]
     zero_shot: float
@@ -70,23 +97,20 @@ class Suggestion:
             "regularization": self.regularization,
             "max_grad_norm": self.max_grad_norm,
             "max_curvature": self.max_curvature,
+            "damping": self.damping,
+            "denoise": self.candidate.denoise,
             "public_loader": self.public_loader,
         }
 
     def __str__(self) -> str:
-        c = self.candidate
-        space = "the full space" if c.proj_dim is None else f"{c.proj_dim} dimensions"
         lines = [
-            f"radius {c.radius:g}, {c.projection} projection, {space}, {c.rounds} round(s): the best of {len(self.tried)} "
-            "settings rehearsed on shifted public records",
-            f"max_grad_norm {self.max_grad_norm:.4g}, max_curvature {self.max_curvature:.4g}: quantiles of the norms there",
+            f"{self.candidate}: the best of {len(self.tried)} settings rehearsed on shifted public records",
+            f"max_grad_norm {self.max_grad_norm:.4g}, max_curvature {self.max_curvature:.4g}: quantiles of the norms on "
+            f"public records{', shifted' if self.candidate.shifted else ' as they are'}",
             f"regularization {self.regularization:.4g}: the default for these bounds",
             f"held-out loss in the rehearsal: {self.zero_shot:.4g} before, {self.tried[0][1]:.4g} after",
         ]
-        lines += [
-            f"  {loss:10.4g}  {t.projection}, {t.proj_dim or 'full space'}, rounds {t.rounds}, radius {t.radius:g}"
-            for t, loss in self.tried
-        ]
+        lines += [f"  {loss:10.4g}  {candidate}" for candidate, loss in self.tried]
         return "\n".join(lines)
 
 
@@ -105,8 +129,9 @@ def suggest(
 ) -> Suggestion:
     """Propose radius, dimension, projection, rounds, ridge and bounds for a private run, from public data alone.
 
-    Up to 4,096 public records are shifted and split; three quarters stand in for the private data, one quarter judges. A
-    rehearsal on n₀ records has the same noise, relative to the sums, as the real run on n if ε and μ are larger by n/n₀:
+    Up to 8,192 public records are shifted and split; three quarters stand in for the private data, one quarter judges.
+
+    A rehearsal on n₀ records has the same noise, relative to the sums, as the real run on n if ε and μ are larger by n/n₀:
     the density depends on the data through c·G and c·S only, which grow with the number of records.
 
     Args:
@@ -133,12 +158,17 @@ def suggest(
     _check.positive_int("repeats", repeats)
     _check.seed("seed", seed)
     module = check_module(model)
-    x, y = shifted_records(public_loader, shift=shift, seed=seed).tensors
+    plain, y = _records(public_loader)
+    x = _shifted(plain, shift, seed)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
     kept = len(x) - max(1, int(_HELD_OUT * len(x)))
-    stand_in = TensorDataset(x[order[:kept]], y[order[:kept]])
     held_out = (x[order[kept:]], y[order[kept:]])
-    loader = DataLoader(stand_in, batch_size=_BATCH)
+    loader = DataLoader(TensorDataset(x[order[:kept]], y[order[:kept]]), batch_size=_BATCH)
+    own = order[:kept][:_PUBLIC_ROLE]
+    public = {
+        shifted: DataLoader(TensorDataset(inputs[own], y[own]), batch_size=_BATCH)
+        for shifted, inputs in ((True, x), (False, plain))
+    }
     loss = _held_out_loss(criterion, *held_out)
     size = sum(p.numel() for p in module.parameters() if p.requires_grad)
     more = n / kept
@@ -152,6 +182,10 @@ def suggest(
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
     for candidate in candidates:
         losses = []
+        damping = None
+        if candidate.damping_share is not None:
+            largest = engine.largest_public_eigenvalue(module, public[candidate.shifted], criterion=criterion)
+            damping = candidate.damping_share * largest
         for repeat in range(repeats):
             private = engine.make_private_expm(
                 module,
@@ -163,7 +197,9 @@ def suggest(
                 rounds=candidate.rounds,
                 projection=candidate.projection,
                 projection_seed=seed + 1000 * repeat,
-                public_loader=loader,
+                public_loader=public[candidate.shifted],
+                damping=damping,
+                denoise=candidate.denoise,
                 criterion=criterion,
                 calibration="range" if delta == 0 else "gaussian",
                 noise_generator=np.random.default_rng([seed, repeat]),
@@ -171,16 +207,17 @@ def suggest(
             )
             losses.append(loss(private))
         last = engine.accountant.releases[-1]
-        results.append((float(np.mean(losses)), candidate, last))
+        results.append((float(np.mean(losses)), candidate, last, damping))
     results.sort(key=lambda r: (math.isnan(r[0]), r[0]))
-    _, best, release = results[0]
+    _, best, release, damping = results[0]
     return Suggestion(
         best,
         release.regularization,  # type: ignore[union-attr]
         release.max_grad_norm,  # type: ignore[union-attr]
         release.max_curvature,  # type: ignore[union-attr]
-        loader,
-        tuple((candidate, value) for value, candidate, _ in results),
+        damping,
+        public[best.shifted],
+        tuple((candidate, value) for value, candidate, *_ in results),
         loss(module),
     )
 
@@ -188,13 +225,14 @@ def suggest(
 def default_candidates(size: int, delta: float) -> list[Candidate]:
     """Settings that ``suggest`` tries for p = ``size`` parameters.
 
-    At δ > 0 rounds are cheap (μ/√T each) and work in the full space; a pure budget is split as ε/T, so one draw in a
-    subspace that public curvature chose is tried beside few rounds.
+    At δ > 0 rounds are cheap (μ/√T each) and work in the full space, denoised; a damping of a fortieth of the largest
+    eigenvalue keeps steps along the steep directions short and the others as long as the radius allows. A pure budget
+    is split as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
     """
     if delta > 0:
         return [
-            Candidate("preconditioned", None, rounds, radius)
-            for rounds, radius in itertools.product((4, 8, 16), (0.5, 1.0, 2.0))
+            Candidate("preconditioned", None, rounds, radius, damping_share=1 / 40, denoise=True, shifted=False)
+            for rounds, radius in ((4, 1.0), (8, 1.0), (8, 2.0), (8, 4.0))
         ]
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [
@@ -206,7 +244,13 @@ def default_candidates(size: int, delta: float) -> list[Candidate]:
 def shifted_records(
     public_loader: DataLoader[Any], *, shift: Callable[[Tensor], Tensor] | None = None, seed: int = 0
 ) -> TensorDataset:
-    """Up to 4,096 public records, shifted as the private ones might be. Arguments as in ``suggest``."""
+    """Up to 8,192 public records, shifted as the private ones might be. Arguments as in ``suggest``."""
+    x, y = _records(public_loader)
+    return TensorDataset(_shifted(x, shift, seed), y)
+
+
+def _records(public_loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of up to 8,192 public records."""
     data.check_loader(public_loader, "public_loader")
     inputs, targets, count = [], [], 0
     for batch in public_loader:
@@ -224,10 +268,15 @@ def shifted_records(
     x, y = torch.cat(inputs)[:RECORDS], torch.cat(targets)[:RECORDS]
     if len(x) < 8:
         raise ValueError(f"public_loader must have at least 8 records for a rehearsal, got {len(x)}")
-    if shift is None:
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        return TensorDataset(x + x.std() * noise.to(x), y)
-    return TensorDataset(shift(x), y)
+    return x, y
+
+
+def _shifted(x: Tensor, shift: Callable[[Tensor], Tensor] | None, seed: int) -> Tensor:
+    """Inputs as the private ones might be."""
+    if shift is not None:
+        return shift(x)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    return x + x.std() * noise.to(x)
 
 
 def _held_out_loss(

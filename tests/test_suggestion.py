@@ -1,5 +1,6 @@
 """Settings rehearsed on public data."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_expm import Candidate, ExpMQuadEngine, curves, suggest
 from opacus_expm.suggestion import default_candidates
 
+NOISE = 1.0  # of the targets
 CANDIDATES = [Candidate("stiefel", 3, 1, radius) for radius in (1e-3, 0.5, 50.0)]
 
 
@@ -18,7 +20,7 @@ def _task(records=400):
     """A regression whose pretrained slope is off by 0.3 where the inputs are noisy."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(records, 4, generator=generator)
-    y = x.sum(1, keepdim=True)
+    y = x.sum(1, keepdim=True) + NOISE * torch.randn(records, 1, generator=generator)
     model = nn.Linear(4, 1)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -41,7 +43,8 @@ def test_the_best_of_the_rehearsal_is_chosen():
     assert losses == sorted(losses)
     assert found.candidate == found.tried[0][0] != CANDIDATES[0]
     assert losses[0] < 0.9 * found.zero_shot
-    assert found.zero_shot == pytest.approx(4.0, rel=0.35)  # the noise's own variance, summed over four inputs
+    # The variance of the noise, summed over four inputs, and that of the targets.
+    assert found.zero_shot == pytest.approx(4.0 + NOISE**2, rel=0.35)
 
 
 def test_a_suggestion_is_found_again_whatever_the_global_seed():
@@ -95,6 +98,35 @@ def test_arguments_run():
     assert any(not torch.equal(a, b) for a, b in zip(private.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+def test_bounds_come_from_shifted_records_or_from_those_as_they_are(shifted):
+    """The shift makes errors, and so gradients, larger."""
+    candidates = [dataclasses.replace(CANDIDATES[1], shifted=shifted)]
+    near, far = (_suggest(candidates=candidates, shift=lambda x, by=by: x + by) for by in (0, 10))
+    if shifted:
+        assert far.max_grad_norm > 10 * near.max_grad_norm
+    else:
+        assert far.max_grad_norm == near.max_grad_norm
+    _, loader = _task()
+    records = torch.cat([x for x, _ in loader]) + (10 if shifted else 0)
+    assert all((records == row).all(1).any() for x, _ in far.public_loader for row in x)
+    assert ("shifted\n" if shifted else "as they are\n") in str(far).splitlines(keepends=True)[1]
+
+
+def test_damping_is_a_share_of_the_largest_public_eigenvalue():
+    candidate = Candidate("preconditioned", None, 1, 0.5, damping_share=0.25, denoise=True)
+    found = _suggest(candidates=[candidate], delta=1e-5)
+    inputs = torch.cat([x for x, _ in found.public_loader]).double()
+    rows = torch.cat(
+        [inputs, torch.ones(len(inputs), 1)], 1
+    )  # of weight and bias; the loss has the second derivative 2
+    largest = 2 * torch.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
+    assert found.damping == pytest.approx(0.25 * float(largest), rel=1e-4)
+    arguments = found.arguments()
+    assert (arguments["damping"], arguments["denoise"]) == (found.damping, True)
+    assert "damping 0.25 of the largest eigenvalue, denoised" in str(found)
+
+
 def test_the_explanation_names_what_was_chosen_and_tried():
     text = str(_suggest())
     assert "rehearsed on shifted public records" in text
@@ -103,9 +135,9 @@ def test_the_explanation_names_what_was_chosen_and_tried():
 
 
 def test_own_shift_and_held_out_records():
-    """A shift of every input by 0.1 leaves the pretrained model 0.4 off, on any held-out record."""
-    found = _suggest(shift=lambda x: x + 0.1)
-    assert found.zero_shot == pytest.approx(0.16, rel=1e-5)
+    """A shift of every input by 10 leaves the pretrained model 40 off, apart from noise, on any held-out record."""
+    found = _suggest(shift=lambda x: x + 10)
+    assert found.zero_shot == pytest.approx(1600, rel=0.01)
     assert all(loss >= 0 and math.isfinite(loss) for _, loss in found.tried)
 
 
