@@ -36,7 +36,8 @@ from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from opacus_expm import ExpMQuadEngine, tasks  # noqa: E402
 from opacus_expm.calibration import calibrate  # noqa: E402
-from opacus_expm.comparison import DP_SGD_GRID, compare, non_private  # noqa: E402
+from opacus_expm.comparison import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
+from opacus_expm.journal import write_result  # noqa: E402
 from opacus_expm.suggestion import shifted_records, suggest  # noqa: E402
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -147,7 +148,7 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
         task = TASKS[name](0)
         choice = suggest(
             task.model, DataLoader(task.public, batch_size=512), epsilon, delta, len(task.private), criterion=task.criterion,
-            repeats=1 if name == "mnist" else 3,
+            repeats=2,
         )  # fmt: skip
         arguments = {k: v for k, v in choice.arguments().items() if k != "public_loader"}
         log.add(**wanted, seed=-1, arguments=arguments, shifted=choice.candidate.shifted, explanation=str(choice))
@@ -215,56 +216,69 @@ def run(options, log: Log) -> None:
                     log.add(**facts, **result, seconds=time.perf_counter() - start)
 
 
-def report(options, log: Log) -> list[dict]:
-    """Mean ± standard deviation over the seeds, as a table."""
-    cells: dict[tuple, list[float]] = {}
-    for r in log.runs():
-        if r["task"] == options.task and "score" in r:
-            cells.setdefault((r["method"], r["delta"], r["epsilon"]), []).append(r["score"])
-    rows = []
-    for (method, delta, epsilon), scores in cells.items():
-        std = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
-        mean = float(np.mean(scores))
-        rows.append(
-            {"method": method, "delta": delta, "epsilon": epsilon, "mean": mean, "std": std, "seeds": len(scores)}
+def summary(log: Log, task: str) -> dict:
+    """All that was found for a task: the scores of every method and budget, the paper's factors, what was suggested."""
+    runs = [r for r in log.runs() if r["task"] == task]
+    scores: dict[tuple, dict[int, float]] = {}
+    settings: dict[tuple, dict] = {}
+    for r in runs:
+        key = (r["method"], r["delta"], r["epsilon"])
+        if "score" in r:
+            scores.setdefault(key, {})[r["seed"]] = r["score"]
+        if "settings" in r or "arguments" in r:
+            settings[key] = r.get("settings") or r["arguments"]
+    order = ("zero-shot", "non-private", "dp-sgd", *OURS)
+    names = ("method", "delta", "epsilon")
+    rows = [
+        {**dict(zip(names, key, strict=True)), "scores": [found[seed] for seed in sorted(found)]}
+        for key, found in sorted(
+            scores.items(), key=lambda item: (order.index(item[0][0]), item[0][1] or 0, item[0][2] or 0)
         )
-    epsilons = sorted({r["epsilon"] for r in rows if r["epsilon"] is not None})
-    print(f"{options.task}: mean ± standard deviation over seeds (number of seeds)")
-    print(f"{'':24}" + "".join(f"{f'eps {e:g}':>20}" for e in epsilons))
-    for method, delta in sorted({(r["method"], r["delta"]) for r in rows}, key=str):
-        label = method if delta is None else f"{method}, delta {delta:g}"
-        line = f"{label:24}"
-        for e in epsilons if delta is not None else [None]:
-            found = next((r for r in rows if (r["method"], r["delta"], r["epsilon"]) == (method, delta, e)), None)
-            if found is None:
-                line += f"{'-':>20}"
-                continue
-            std = "" if found["std"] is None else f" ± {found['std']:.3g}"
-            text = f"{found['mean']:.4g}{std} ({found['seeds']})"
-            line += f"{text:>20}"
-        print(line)
-    factors = [r for r in log.runs() if r["task"] == options.task and r["method"] == "factor"]
-    for found in factors:
-        delta = found["delta"]
-        print(
-            f"ours at eps {found['epsilon']:g}, delta {delta:g}: the paper's needs {found['factor']:.3g} times the eps"
-        )
-        rows.append({key: found[key] for key in ("method", "delta", "epsilon", "factor")})
-    return rows
+    ]
+    return {
+        "task": task,
+        "grid": GRID[task],
+        "rows": rows,
+        "settings": [{**dict(zip(names, key, strict=True)), "chosen": found} for key, found in settings.items()],
+        "factors": [{key: r[key] for key in ("delta", "epsilon", "factor")} for r in runs if r["method"] == "factor"],
+    }
 
 
-def plot(rows: list[dict], task: str, path: str) -> None:
+def table(found: dict) -> str:
+    """Mean ± standard deviation over the seeds in Markdown, with the number of seeds; and the factors."""
+    digits = 4 if found["task"] == "sine" else 1
+    epsilons = sorted({r["epsilon"] for r in found["rows"] if r["epsilon"] is not None})
+    cells: dict[str, dict[float | None, str]] = {}
+    for r in found["rows"]:
+        label = r["method"] if r["delta"] is None else f"{r['method']}, δ = {r['delta']:g}"
+        text = f"{np.mean(r['scores']):.{digits}f}"
+        if len(r["scores"]) > 1:
+            text += f" ± {np.std(r['scores'], ddof=1):.{digits}f}"
+        cells.setdefault(f"{label} ({len(r['scores'])} seeds)", {})[r["epsilon"]] = text
+    lines = [
+        [label, *(by_epsilon.get(e, by_epsilon.get(None, "–")) for e in epsilons)]
+        for label, by_epsilon in cells.items()
+    ]
+    metric = "test loss" if found["task"] == "sine" else "test accuracy (%)"
+    parts = [markdown([metric, *(f"ε = {e:g}" for e in epsilons)], lines)]
+    for delta in sorted({f["delta"] for f in found["factors"]}):
+        chosen = {f["epsilon"]: f"{f['factor']:.3g}" for f in found["factors"] if f["delta"] == delta}
+        label = f"ε of the paper's calibration for the same density, over ours at δ = {delta:g}"
+        parts.append(label + ": " + ", ".join(f"{chosen[e]} (ε = {e:g})" for e in sorted(chosen)))
+    return "\n\n".join(parts)
+
+
+def plot(found: dict, path: str) -> None:
     """Mean against ε, with bands of one standard deviation."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), ("o", "s", "^", "d")))
-    for method, delta in sorted({(r["method"], r["delta"]) for r in rows}, key=str):
+    for method, delta in dict.fromkeys((r["method"], r["delta"]) for r in found["rows"]):
         line, marker = next(styles)
-        chosen = sorted(
-            (r for r in rows if (r["method"], r["delta"]) == (method, delta)), key=lambda r: r["epsilon"] or 0
-        )
-        mean, std = np.array([r["mean"] for r in chosen]), np.array([r["std"] or 0.0 for r in chosen])
+        chosen = [r for r in found["rows"] if (r["method"], r["delta"]) == (method, delta)]
+        mean = np.array([np.mean(r["scores"]) for r in chosen])
+        std = np.array([np.std(r["scores"], ddof=1) if len(r["scores"]) > 1 else 0.0 for r in chosen])
         if delta is None:
             axes.axhline(mean[0], color="0.6", linestyle=line, linewidth=1)
             axes.annotate(
@@ -276,8 +290,8 @@ def plot(rows: list[dict], task: str, path: str) -> None:
         axes.fill_between(epsilons, mean - std, mean + std, alpha=0.15, color=drawn.get_color())
     axes.set_xscale("log")
     axes.set_xlabel("ε")
-    axes.set_ylabel("test loss" if task == "sine" else "test accuracy, %")
-    axes.set_title(f"{task}: fine-tuning at equal privacy")
+    axes.set_ylabel("test loss" if found["task"] == "sine" else "test accuracy, %")
+    axes.set_title(f"{found['task']}: fine-tuning at equal privacy")
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -300,12 +314,12 @@ def main() -> None:
     log = Log(options.log)
     if not options.report:
         run(options, log)
-    rows = report(options, log)
+    found = summary(log, options.task)
+    print(table(found))
     if options.out:
-        with open(options.out, "w") as file:
-            json.dump({"task": options.task, "grid": GRID[options.task], "rows": rows}, file, indent=1)
+        write_result(options.out, found)
     if options.plot:
-        plot([r for r in rows if "mean" in r], options.task, options.plot)
+        plot(found, options.plot)
 
 
 if __name__ == "__main__":

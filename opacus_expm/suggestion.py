@@ -27,6 +27,7 @@ RECORDS = 8192  # public records that take part
 _HELD_OUT = 0.25
 _PUBLIC_ROLE = 2048  # of them, for bounds and public curvature
 _BATCH = 256
+_NOISE = 2.0  # of the default shift, in standard deviations of the inputs
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def suggest(
         delta: δ of the private run.
         n: number of private records, rounded, public.
         criterion: the loss; None infers it.
-        shift: what may be different about the private inputs; by default noise of one standard deviation of the public
-            inputs is added, and a user who knows more about the shift passes a function.
+        shift: what may be different about the private inputs; by default noise of two standard deviations of the public
+            inputs is added, a shift that is worth fine-tuning for. A user who knows more about it passes a function.
         candidates: settings to try, ``default_candidates`` if None.
         repeats: rehearsals of each candidate, with fresh noise.
         seed: of the split, the shift and the rehearsals' noise, so that a suggestion can be found again.
@@ -225,14 +226,14 @@ def suggest(
 def default_candidates(size: int, delta: float) -> list[Candidate]:
     """Settings that ``suggest`` tries for p = ``size`` parameters.
 
-    At δ > 0 rounds are cheap (μ/√T each) and work in the full space, denoised; a damping of a fortieth of the largest
-    eigenvalue keeps steps along the steep directions short and the others as long as the radius allows. A pure budget
-    is split as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
+    At δ > 0 rounds are cheap (μ/√T each) and work in the full space, a few short ones or more and longer ones, denoised; a
+    damping of a fortieth of the largest eigenvalue keeps steps along the steep directions short. A pure budget is split
+    as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
     """
     if delta > 0:
         return [
-            Candidate("preconditioned", None, rounds, radius, damping_share=1 / 40, denoise=True, shifted=False)
-            for rounds, radius in ((4, 1.0), (8, 1.0), (8, 2.0), (8, 4.0))
+            Candidate("preconditioned", None, rounds, radius, damping_share=1 / 40, denoise=denoise, shifted=False)
+            for rounds, radius, denoise in ((4, 1.0, False), (8, 2.0, True), (8, 4.0, True))
         ]
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [
@@ -276,7 +277,7 @@ def _shifted(x: Tensor, shift: Callable[[Tensor], Tensor] | None, seed: int) -> 
     if shift is not None:
         return shift(x)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-    return x + x.std() * noise.to(x)
+    return x + _NOISE * x.std() * noise.to(x)
 
 
 def _held_out_loss(
