@@ -99,6 +99,7 @@ def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
     _, cpu = cpu_seconds(lambda: gather(model, loader, DIM))
     seconds = time.perf_counter() - begin
     if count > 1:
+        dist.barrier()  # a rank that is gone too early ends the other's threads
         dist.destroy_process_group()
     return {"seconds": seconds, "cpu": cpu, "exchange": exchanged, "mb": peak_mb() - empty}
 

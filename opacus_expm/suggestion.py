@@ -23,9 +23,10 @@ from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
 from opacus_expm.model import check_module, evaluation_mode
 
-RECORDS = 8192  # public records that take part
-_HELD_OUT = 0.25
-_PUBLIC_ROLE = 2048  # of them, for bounds and public curvature
+RECORDS = 14_336  # public records that take part
+_HELD_OUT = 0.25  # of them at least
+_STAND_INS = 6144  # at the most; the others judge
+_PUBLIC_ROLE = 2048  # of the stand-ins, for bounds and public curvature
 _BATCH = 256
 _NOISE = 2.0  # of the default shift, in standard deviations of the inputs
 
@@ -75,8 +76,10 @@ class Suggestion:
         max_curvature: C_H.
         damping: h₀ of ``"preconditioned"``; None is the engine's default.
         public_loader: public records, shifted or as they are, which public projections need.
-        tried: every candidate with its mean held-out loss in the rehearsal, best first.
-        zero_shot: the held-out loss of the model as it is.
+        tried: every candidate with what it was worth in the rehearsal, on average, best first: the share of held-out records
+            that were classified wrongly, or where targets are no classes the held-out loss.
+        zero_shot: the same of the model as it is.
+        judged_by: ``"error"`` or ``"loss"``.
     """
 
     candidate: Candidate
@@ -87,6 +90,7 @@ class Suggestion:
     public_loader: DataLoader[Any]
     tried: tuple[tuple[Candidate, float], ...]
     zero_shot: float
+    judged_by: str
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``make_private_expm``, after model, loader and budget."""
@@ -109,7 +113,7 @@ class Suggestion:
             f"max_grad_norm {self.max_grad_norm:.4g}, max_curvature {self.max_curvature:.4g}: quantiles of the norms on "
             f"public records{', shifted' if self.candidate.shifted else ' as they are'}",
             f"regularization {self.regularization:.4g}: the default for these bounds",
-            f"held-out loss in the rehearsal: {self.zero_shot:.4g} before, {self.tried[0][1]:.4g} after",
+            f"held-out {self.judged_by} in the rehearsal: {self.zero_shot:.4g} before, {self.tried[0][1]:.4g} after",
         ]
         lines += [f"  {loss:10.4g}  {candidate}" for candidate, loss in self.tried]
         return "\n".join(lines)
@@ -130,7 +134,9 @@ def suggest(
 ) -> Suggestion:
     """Propose radius, dimension, projection, rounds, ridge and bounds for a private run, from public data alone.
 
-    Up to 8,192 public records are shifted and split; three quarters stand in for the private data, one quarter judges.
+    Up to 14,336 public records are shifted and split; three quarters, but no more than 6,144, stand in for the private data,
+    and the others judge. Classes are judged by the share of errors, since a few records with a large loss would decide
+    otherwise.
 
     A rehearsal on n₀ records has the same noise, relative to the sums, as the real run on n if ε and μ are larger by n/n₀:
     the density depends on the data through c·G and c·S only, which grow with the number of records.
@@ -162,7 +168,7 @@ def suggest(
     plain, y = _records(public_loader)
     x = _shifted(plain, shift, seed)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
-    kept = len(x) - max(1, int(_HELD_OUT * len(x)))
+    kept = min(len(x) - max(1, int(_HELD_OUT * len(x))), _STAND_INS)
     held_out = (x[order[kept:]], y[order[kept:]])
     loader = DataLoader(TensorDataset(x[order[:kept]], y[order[:kept]]), batch_size=_BATCH)
     own = order[:kept][:_PUBLIC_ROLE]
@@ -170,7 +176,7 @@ def suggest(
         shifted: DataLoader(TensorDataset(inputs[own], y[own]), batch_size=_BATCH)
         for shifted, inputs in ((True, x), (False, plain))
     }
-    loss = _held_out_loss(criterion, *held_out)
+    value, judged_by = _judge(criterion, *held_out)
     size = sum(p.numel() for p in module.parameters() if p.requires_grad)
     more = n / kept
     rehearsed_epsilon = more * epsilon
@@ -182,7 +188,7 @@ def suggest(
     if not candidates:
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
     for candidate in candidates:
-        losses = []
+        values = []
         damping = None
         if candidate.damping_share is not None:
             largest = engine.largest_public_eigenvalue(module, public[candidate.shifted], criterion=criterion)
@@ -206,9 +212,9 @@ def suggest(
                 noise_generator=np.random.default_rng([seed, repeat]),
                 progress=False,
             )
-            losses.append(loss(private))
+            values.append(value(private))
         last = engine.accountant.releases[-1]
-        results.append((float(np.mean(losses)), candidate, last, damping))
+        results.append((float(np.mean(values)), candidate, last, damping))
     results.sort(key=lambda r: (math.isnan(r[0]), r[0]))
     _, best, release, damping = results[0]
     return Suggestion(
@@ -218,8 +224,9 @@ def suggest(
         release.max_curvature,  # type: ignore[union-attr]
         damping,
         public[best.shifted],
-        tuple((candidate, value) for value, candidate, *_ in results),
-        loss(module),
+        tuple((candidate, mean) for mean, candidate, *_ in results),
+        value(module),
+        judged_by,
     )
 
 
@@ -245,13 +252,13 @@ def default_candidates(size: int, delta: float) -> list[Candidate]:
 def shifted_records(
     public_loader: DataLoader[Any], *, shift: Callable[[Tensor], Tensor] | None = None, seed: int = 0
 ) -> TensorDataset:
-    """Up to 8,192 public records, shifted as the private ones might be. Arguments as in ``suggest``."""
+    """Up to 14,336 public records, shifted as the private ones might be. Arguments as in ``suggest``."""
     x, y = _records(public_loader)
     return TensorDataset(_shifted(x, shift, seed), y)
 
 
 def _records(public_loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of up to 8,192 public records."""
+    """Inputs and targets of up to 14,336 public records."""
     data.check_loader(public_loader, "public_loader")
     inputs, targets, count = [], [], 0
     for batch in public_loader:
@@ -280,23 +287,29 @@ def _shifted(x: Tensor, shift: Callable[[Tensor], Tensor] | None, seed: int) -> 
     return x + _NOISE * x.std() * noise.to(x)
 
 
-def _held_out_loss(
+def _judge(
     criterion: Callable[[Tensor, Tensor], Tensor] | None, x: Tensor, y: Tensor
-) -> Callable[[nn.Module], float]:
-    """The mean loss of a module on held-out public records."""
+) -> tuple[Callable[[nn.Module], float], str]:
+    """What a module is worth on held-out public records, the less the better: its share of errors, or its mean loss."""
+    classes = not y.is_floating_point()
     loss = criterion
     if loss is None:
         make_criterion(None, y)  # says what is inferred
-        loss = nn.MSELoss() if y.is_floating_point() else nn.CrossEntropyLoss()
+        loss = nn.CrossEntropyLoss() if classes else nn.MSELoss()
+
+    def total(outputs: Tensor, targets: Tensor) -> float:
+        if classes:
+            return float((outputs.argmax(-1) != targets).double().mean()) * len(targets)
+        return float(loss(outputs, targets)) * len(targets)
 
     @torch.no_grad()
     def evaluate(module: nn.Module) -> float:
         device = next(module.parameters()).device
         with evaluation_mode(module):
             parts = [
-                float(loss(module(x[i : i + _BATCH].to(device)), y[i : i + _BATCH].to(device))) * len(x[i : i + _BATCH])
+                total(module(x[i : i + _BATCH].to(device)), y[i : i + _BATCH].to(device))
                 for i in range(0, len(x), _BATCH)
             ]
         return math.fsum(parts) / len(x)
 
-    return evaluate
+    return evaluate, "error" if classes else "loss"

@@ -141,6 +141,24 @@ def test_own_shift_and_held_out_records():
     assert all(loss >= 0 and math.isfinite(loss) for _, loss in found.tried)
 
 
+def test_classes_are_judged_by_errors():
+    """Inputs that are turned round are all classified wrongly, however large the loss."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 4, generator=generator)
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]))
+        model.bias.zero_()
+    loader = DataLoader(TensorDataset(x, (x[:, 0] < 0).long()), batch_size=64)
+    found = suggest(
+        model, loader, 1.0, 0.0, 1000, criterion=nn.CrossEntropyLoss(), candidates=CANDIDATES, shift=lambda x: -x
+    )
+    assert (found.zero_shot, found.judged_by) == (1.0, "error")
+    assert "held-out error in the rehearsal: 1 before" in str(found)
+    assert all(0 <= value <= 1 for _, value in found.tried)
+    assert _suggest().judged_by == "loss"
+
+
 def test_default_candidates_fit_the_model():
     for size, delta in ((5, 0.0), (150, 0.0), (10_000, 0.0), (10_000, 1e-5)):
         tried = default_candidates(size, delta)
