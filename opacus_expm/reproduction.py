@@ -360,7 +360,7 @@ _EXPERIMENTS: Mapping[str, tuple[Setting, Effort]] = {
     ),
     "mnist": (
         Setting(400, (50, 100, 200, 400), 1.0, 1e-3, crossing=1.0, flat_from=1.0),
-        Effort(500, Gibbs(), 1, *_grids(rates=(0.1, 0.3), epochs=5, non_private=(2e-3, 256, 10))),
+        Effort(500, Gibbs(), 1, *_grids(rates=(0.01, 0.1, 0.3), epochs=5, non_private=(2e-3, 256, 10))),
     ),
     "icu": (
         Setting(20, (5, 10, 20, 22), 0.0, 5e-2, crossing=5.0, flat_from=0.1, enough=20),
