@@ -1,0 +1,44 @@
+"""The accuracy benchmark's table, and that the README shows what it found."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from opacus_expm.journal import read_result
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    spec = importlib.util.spec_from_file_location("accuracy_benchmark", ROOT / "benchmarks" / "accuracy.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_log_becomes_means_and_deviations_over_seeds(accuracy, tmp_path):
+    log = accuracy.Log(str(tmp_path / "log.jsonl"))
+    log.add(task="icu", method="zero-shot", epsilon=None, delta=None, seed=0, score=60.0)
+    for seed, score in ((1, 72.0), (0, 70.0)):
+        log.add(task="icu", method="suggested", epsilon=1.0, delta=0.0, seed=seed, score=score)
+    log.add(task="icu", method="suggestion", epsilon=1.0, delta=0.0, seed=-1, arguments={"radius": 0.3})
+    log.add(task="icu", method="factor", epsilon=1.0, delta=0.0, seed=0, factor=2.1)
+    log.add(task="sine", method="suggested", epsilon=1.0, delta=0.0, seed=0, score=1.0)
+    found = accuracy.summary(log, "icu")
+    assert [row["scores"] for row in found["rows"]] == [[60.0], [70.0, 72.0]]
+    assert found["settings"] == [
+        {"method": "suggestion", "delta": 0.0, "epsilon": 1.0, "chosen": {"radius": 0.3}},
+    ]
+    text = accuracy.table(found)
+    assert "| suggested, δ = 0 (2 seeds) | 71.0 ± 1.4 |" in text
+    assert "| zero-shot (1 seeds)        | 60.0       |" in text
+    assert "over ours at δ = 0: 2.1 (ε = 1)" in text
+
+
+@pytest.mark.parametrize("task", ["mnist", "sine", "icu"])
+def test_what_the_readme_shows_is_what_was_found(accuracy, task):
+    found = read_result(ROOT / "benchmarks" / "accuracy" / f"{task}.json")
+    assert found["task"] == task
+    assert accuracy.table(found) in (ROOT / "README.md").read_text(encoding="utf-8")
