@@ -3,9 +3,10 @@
     python benchmarks/accuracy.py mnist --log mnist.jsonl [--epsilon 0.1 1 10] [--seeds 5] [--methods dp-sgd suggested ...]
     python benchmarks/accuracy.py mnist --log mnist.jsonl --report [--out accuracy.json] [--plot accuracy.png]
 
-A seed fixes everything: the data, the pretraining, the subspaces and the noise. Every run is appended to the log as one
-line and not made again, so that a run can be interrupted, resumed, and shared between processes. ``--report`` prints mean ±
-standard deviation over the seeds, and writes the JSON file and the plot.
+A seed fixes the data, the pretraining, and DP-SGD's sampling and noise; our subspaces and noise are drawn afresh, as in
+any release. Every run is appended to the log as one line and not made again, so that a run can be interrupted, resumed,
+and shared between processes. ``--report`` prints mean ± standard deviation over the seeds, and writes the JSON file and
+the plot.
 
 All budgets include what bounds cost. How settings are chosen:
 
@@ -132,9 +133,9 @@ def ours(name: str, method: str, epsilon: float, delta: float, seed: int, log: L
             task.model, private, epsilon, radius, k, projection="public", public_loader=public, **common
         )
     elif method == "preconditioned":
-        share = engine.largest_public_eigenvalue(task.model, public, criterion=task.criterion) / 40
+        damping = engine.largest_public_eigenvalue(task.model, public, criterion=task.criterion) / 40
         module = engine.make_private_expm(
-            task.model, private, epsilon, 2.0 if delta > 0 else 0.3, None, rounds=8 if delta > 0 else 1, damping=share,
+            task.model, private, epsilon, 2.0 if delta > 0 else 0.3, None, rounds=8 if delta > 0 else 1, damping=damping,
             projection="preconditioned", public_loader=public, denoise=True, **common,
         )  # fmt: skip
     else:  # suggested
@@ -171,19 +172,23 @@ def tuned_dp_sgd(name: str, epsilon: float, seed: int, log: Log) -> dict:
     return {"score": row.values[0], "seconds": row.seconds, "settings": row.settings}
 
 
-def factor(name: str, epsilon: float, delta: float) -> dict:
-    """How much more ε the paper's calibration needs for the same density: bounds on public data, the paper's k, R and λ."""
+@functools.cache
+def paper_statistics(name: str):
+    """Of one pass with the paper's k and bounds on public data: what an ε buys from them is arithmetic."""
     task = TASKS[name](0)
-    paper = PAPER[name]
     private, public = loaders(task)
-    statistics = ExpMQuadEngine().gather(
-        task.model, private, paper["proj_dim"], criterion=task.criterion, public_loader=public, projection_seed=0,
+    return ExpMQuadEngine().gather(
+        task.model, private, PAPER[name]["proj_dim"], criterion=task.criterion, public_loader=public, projection_seed=0,
         progress=False,
     )  # fmt: skip
+
+
+def factor(name: str, epsilon: float, delta: float) -> dict:
+    """How much more ε the paper's calibration needs for the same density, at the paper's k, R and λ."""
+    statistics = paper_statistics(name)
     sensitivity = statistics.sums.sensitivity("add_remove")
-    common = {
-        "radius": paper["radius"], "regularization": paper["regularization"], "nominal_size": statistics.nominal_size,
-    }  # fmt: skip
+    common = {key: PAPER[name][key] for key in ("radius", "regularization")}
+    common["nominal_size"] = statistics.nominal_size
     ours = calibrate(sensitivity, epsilon=epsilon, delta=delta, **common)
     theirs = calibrate(sensitivity, epsilon=epsilon, delta=0.0, calibration="paper", **common)
     return {"factor": ours.inverse_temperature / theirs.inverse_temperature}

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from opacus_expm.model import Layout
 from opacus_expm.projection import FullSpace, Preconditioned, Projection, Sparse
@@ -61,14 +63,20 @@ def shrunk(coordinates: Array, variance: float, projection: Projection, layout: 
     along, rest = np.zeros_like(coordinates), coordinates
     lost = np.zeros_like(coordinates)  # of each parameter's variance, to the eigenvectors
     if isinstance(projection, Preconditioned):
-        vectors = projection.vectors.double().cpu().numpy()
-        leading = vectors.T @ coordinates
-        along, rest = vectors @ _by_bands(leading, variance), coordinates - vectors @ leading
-        lost = np.square(vectors).sum(1)
-    kept = np.empty_like(rest)
+        vectors = projection.vectors  # p × rank: in their own type, not a second time in double precision
+        leading = vectors.T @ torch.from_numpy(coordinates).to(vectors)
+        kept = torch.from_numpy(_by_bands(_array(leading), variance)).to(vectors)
+        along, rest = _array(vectors @ kept), coordinates - _array(vectors @ leading)
+        lost = np.square(_array(torch.linalg.vector_norm(vectors, dim=1)))
+    across = np.empty_like(rest)
     for part in _outputs(layout):
-        kept[part] = _james_stein(rest[part], float((1 - lost[part]).sum()), variance)
-    return along + kept
+        across[part] = _james_stein(rest[part], float((1 - lost[part]).sum()), variance)
+    return along + across
+
+
+def _array(tensor: Tensor) -> Array:
+    """In double precision, on the processor."""
+    return tensor.double().cpu().numpy()
 
 
 def _by_bands(coordinates: Array, variance: float) -> Array:

@@ -115,7 +115,7 @@ class Suggestion:
             f"regularization {self.regularization:.4g}: the default for these bounds",
             f"held-out {self.judged_by} in the rehearsal: {self.zero_shot:.4g} before, {self.tried[0][1]:.4g} after",
         ]
-        lines += [f"  {loss:10.4g}  {candidate}" for candidate, loss in self.tried]
+        lines += [f"  {value:10.4g}  {candidate}" for candidate, value in self.tried]
         return "\n".join(lines)
 
 

@@ -96,6 +96,19 @@ def test_the_full_space_is_split_along_and_across_eigenvectors():
     assert kept == pytest.approx((1 - 6 / (8 * 2500)) * along, rel=1e-9, abs=1e-9)
 
 
+def test_what_lies_across_eigenvectors_has_fewer_degrees_of_freedom():
+    """An output of d parameters keeps d − |V_g|² of them; the noise along the eigenvectors is not its own."""
+    vectors = eigenvectors().vectors.numpy()
+    across = 10 * np.random.default_rng(2).standard_normal(P)
+    across -= vectors @ (vectors.T @ across)
+    kept = shrunk(across, 1.0, SPACES["preconditioned"], LAYOUT)
+    group = slice(12, 24)
+    freedom = 12 - np.square(vectors[group]).sum()
+    assert freedom < 11.5
+    expected = 1 - (freedom - 2) / np.square(across[group]).sum()
+    assert kept[group] == pytest.approx(expected * across[group], rel=1e-9)
+
+
 @pytest.mark.parametrize("space", ["full", "preconditioned", "public", "sparse"])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 1.0, 5.0])
 def test_nearer_to_the_mean_than_the_draw(space, signal):
