@@ -25,6 +25,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -57,6 +58,8 @@ PAPER = {
     "icu": {"radius": 0.1, "proj_dim": 20, "regularization": 0.0},
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
+ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
+METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math.inf}  # of "preconditioned"
 
 GRID = {
     "sine": DP_SGD_GRID[:2],
@@ -103,52 +106,69 @@ def loaders(task):
     return DataLoader(task.private, batch_size=512), DataLoader(few, batch_size=512)
 
 
-def ours(name: str, method: str, epsilon: float, delta: float, seed: int, log: Log) -> dict:
-    """One release by one of our methods; its score and what the ledger says."""
+def one_pass(name: str, method: str, seed: int):
+    """Statistics of one pass, and the function from them and a budget to a score: one pass serves every budget."""
     squared = method == "paper" and name == "icu"  # whose bounds the paper has for no logistic loss
     task = tasks.icu(seed, loss="mse") if squared else TASKS[name](seed)
+    private, public = loaders(task)
+    radius, k = ONE_SHOT[name]
+    gathering = {"public_loader": public, "criterion": task.criterion, "progress": False}
+    drawing = {}
+    if method == "paper":
+        radius, k = PAPER[name]["radius"], PAPER[name]["proj_dim"]
+        gathering |= {"public_loader": None, "bounds": "paper"}
+        drawing = {"regularization": PAPER[name]["regularization"], "calibration": "paper"}
+    elif method == "joint":
+        gathering |= {"clipping": "joint", "radius": radius}
+    elif method == "public":
+        gathering |= {"projection": "public"}
+    statistics = ExpMQuadEngine().gather(task.model, private, k, **gathering)
+
+    def release(epsilon: float, delta: float) -> dict:
+        engine = ExpMQuadEngine()
+        module = engine.release(statistics, epsilon, radius, delta=delta, **drawing)
+        return {"score": task.score(module), "spent": None if method == "paper" else engine.get_epsilon(delta)}
+
+    return release
+
+
+def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Log) -> dict:
+    """One release by a method whose bounds or rounds depend on the budget; its score and what the ledger says."""
+    task = TASKS[name](seed)
     private, public = loaders(task)
     engine = ExpMQuadEngine()
     radius, k = ONE_SHOT[name]
     common = {"delta": delta, "criterion": task.criterion, "progress": False}
-    if method == "paper":
-        paper = PAPER[name]
-        module = engine.make_private_expm(
-            task.model, private, epsilon, paper["radius"], paper["proj_dim"], regularization=paper["regularization"],
-            bounds="paper", calibration="paper", **common,
-        )  # fmt: skip
-        return {"score": task.score(module), "spent": None}
     if method == "five arguments":
         module = engine.make_private_expm(task.model, private, epsilon, radius, k, **common)
-    elif method == "one-shot":
-        module = engine.make_private_expm(task.model, private, epsilon, radius, k, public_loader=public, **common)
-    elif method == "joint":
-        module = engine.make_private_expm(task.model, private, epsilon, radius, k, clipping="joint", **common)
     elif method == "rounds":
         module = engine.make_private_expm(
             task.model, private, epsilon, radius, k, rounds=4, projection="sparse", public_loader=public, **common
         )
-    elif method == "public":
-        module = engine.make_private_expm(
-            task.model, private, epsilon, radius, k, projection="public", public_loader=public, **common
-        )
     elif method == "preconditioned":
-        damping = engine.largest_public_eigenvalue(task.model, public, criterion=task.criterion) / 40
+        metric = engine.public_metric(task.model, public, criterion=task.criterion, **METRIC)
+        rounds = {"rounds": 8, "radius": ROUNDS_RADIUS} if delta > 0 else {"radius": radius}
         module = engine.make_private_expm(
-            task.model, private, epsilon, 2.0 if delta > 0 else 0.3, None, rounds=8 if delta > 0 else 1, damping=damping,
-            projection="preconditioned", public_loader=public, denoise=True, **common,
+            task.model, private, epsilon, proj_dim=None, projection="preconditioned", public_loader=public, **rounds,
+            **metric, **common,
         )  # fmt: skip
     else:  # suggested
         advice = suggested(name, epsilon, delta, log)
         found = advice["arguments"]
         if advice["shifted"]:
             public = DataLoader(shifted_records(public, seed=seed), batch_size=512)
+        if advice["metric"]:  # a rule for this scale of the model's own public data
+            rule = {key: float(value) for key, value in advice["metric"].items()}
+            found = found | engine.public_metric(
+                task.model, public, found["proj_dim"], criterion=task.criterion, **rule
+            )
+            found["regularization"] = None
         module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **found, **common)
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
 def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
-    """Settings chosen on the public data of seed 0, once for a budget."""
+    """Settings chosen on the public data of seed 0, once for a budget; scales as rules where they are."""
     wanted = {"task": name, "method": "suggestion", "epsilon": epsilon, "delta": delta}
     if (found := log.find(**wanted)) is None:
         task = TASKS[name](0)
@@ -156,8 +176,12 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
             task.model, DataLoader(task.public, batch_size=512), epsilon, delta, len(task.private), criterion=task.criterion,
             repeats=1 if name == "mnist" else 5,
         )  # fmt: skip
-        arguments = {k: v for k, v in choice.arguments().items() if k != "public_loader"}
-        log.add(**wanted, seed=-1, arguments=arguments, shifted=choice.candidate.shifted, explanation=str(choice))
+        best = choice.candidate
+        arguments = {k: v for k, v in choice.arguments().items() if k not in ("public_loader", *choice.metric)}
+        metric = {}
+        if best.damping_share is not None:
+            metric = {key: str(getattr(best, key)) for key in METRIC}  # JSON has no infinity
+        log.add(**wanted, seed=-1, arguments=arguments, metric=metric, shifted=best.shifted, explanation=str(choice))
         found = log.find(**wanted)
     return found
 
@@ -194,6 +218,7 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
     return {"factor": ours.inverse_temperature / theirs.inverse_temperature}
 
 
+ONE_PASS = ("paper", "one-shot", "joint", "public")  # whose statistics serve every budget
 OURS = ("paper", "five arguments", "one-shot", "joint", "rounds", "public", "preconditioned", "suggested")
 
 
@@ -217,13 +242,20 @@ def run(options, log: Log) -> None:
                 facts = {"task": name, "method": "factor", "epsilon": epsilon, "delta": delta, "seed": 0}
                 if "factor" in options.methods and log.find(**facts) is None:
                     log.add(**facts, **factor(name, epsilon, delta))
-            for method, delta in itertools.product(OURS, options.delta):
+        budgets = list(itertools.product(options.epsilon, options.delta))
+        for method in (m for m in OURS if m in options.methods):
+            release = None
+            for epsilon, delta in budgets:
                 facts = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-                wanted = method in options.methods and not (method == "paper" and delta > 0)
-                if wanted and log.find(**facts) is None:
-                    start = time.perf_counter()
-                    result = ours(name, method, epsilon, delta, seed, log)
-                    log.add(**facts, **result, seconds=time.perf_counter() - start)
+                if log.find(**facts) is not None or (method == "paper" and delta > 0):
+                    continue
+                start = time.perf_counter()
+                if method in ONE_PASS:
+                    release = one_pass(name, method, seed) if release is None else release
+                    result = release(epsilon, delta)
+                else:
+                    result = passes(name, method, epsilon, delta, seed, log)
+                log.add(**facts, **result, seconds=time.perf_counter() - start)
 
 
 def summary(log: Log, task: str) -> dict:
@@ -236,7 +268,7 @@ def summary(log: Log, task: str) -> dict:
         if "score" in r:
             scores.setdefault(key, {})[r["seed"]] = r["score"]
         if "settings" in r or "arguments" in r:
-            settings[key] = r.get("settings") or r["arguments"]
+            settings[key] = r.get("settings") or r["arguments"] | r["metric"]
     order = ("zero-shot", "non-private", "dp-sgd", *OURS)
     names = ("method", "delta", "epsilon")
     rows = [

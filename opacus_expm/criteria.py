@@ -266,6 +266,36 @@ class AutodiffCriterion:
         return gradient, torch.where(finite, factor, math.nan)
 
 
+@dataclass(frozen=True)
+class Softened:
+    """A criterion at outputs divided by a temperature τ ≥ 1, for the metric that public curvature gives.
+
+    Where a model is sure, softmax and logistic losses hardly curve, and on records like those it was trained on it is too
+    sure: on others steps in such a metric are too long. L at f/τ tends to that of a model that knows nothing (for softmax
+    (I − 11ᵀ/m)/m), which weighs how the outputs themselves move. The factor 1/τ² of the chain rule is left out: it would
+    only rescale the metric.
+    """
+
+    criterion: Criterion
+    temperature: float
+
+    def basis(self, outputs: int) -> Tensor:
+        """That of the criterion."""
+        return self.criterion.basis(outputs)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """That of the criterion."""
+        self.criterion.check(outputs, targets)
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """That of the criterion."""
+        return self.criterion.counted(targets)
+
+    def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """That of the criterion at f/τ."""
+        return self.criterion.gradient_and_factor(outputs / self.temperature, targets)
+
+
 def make_criterion(criterion: object, targets: Tensor) -> Criterion:
     """The package's view of a torch loss; ``None`` infers it from the targets' dtype and says so.
 

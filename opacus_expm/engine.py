@@ -133,6 +133,7 @@ class ExpMQuadEngine:
         projection_seed: int | None = None,
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
+        public_temperature: float = 1.0,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -175,6 +176,9 @@ class ExpMQuadEngine:
             projection_seed: public seed of the subspace (round t adds t); drawn afresh by default, and recorded.
             public_rank: eigenpairs of the public curvature for ``"preconditioned"``.
             damping: h₀ of ``"preconditioned"`` (see ``opacus_expm.projection``).
+            public_temperature: τ ≥ 1, by which outputs are divided where public curvature is computed. A model is surer of
+                public records than it will be of private ones, so that their curvature is too small; ``math.inf`` measures
+                how the outputs move, whatever the model is sure of. Squared errors do not depend on it.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
@@ -214,6 +218,7 @@ class ExpMQuadEngine:
             "projection": projection,
             "public_rank": public_rank,
             "damping": damping,
+            "public_temperature": public_temperature,
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
@@ -272,6 +277,7 @@ class ExpMQuadEngine:
         projection_seed: int | None = None,
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
+        public_temperature: float = 1.0,
         nominal_size: int | None = None,
         curvature_samples: int | None = None,
         max_physical_batch_size: int | None = None,
@@ -313,6 +319,7 @@ class ExpMQuadEngine:
             projection_seed: likewise.
             public_rank: likewise.
             damping: likewise.
+            public_temperature: likewise.
             nominal_size: likewise.
             curvature_samples: likewise.
             max_physical_batch_size: likewise; the loader's batch by default.
@@ -379,6 +386,7 @@ class ExpMQuadEngine:
             projection=projection,
             public_rank=public_rank,
             damping=damping,
+            public_temperature=public_temperature,
             nominal_size=nominal_size,
             grad_sample_mode=grad_sample_mode,
             curvature_samples=curvature_samples,
@@ -429,6 +437,7 @@ class ExpMQuadEngine:
         projection_seed: int | None = None,
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
+        public_temperature: float = 1.0,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -459,6 +468,7 @@ class ExpMQuadEngine:
             "projection": projection,
             "public_rank": public_rank,
             "damping": damping,
+            "public_temperature": public_temperature,
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
@@ -527,6 +537,7 @@ class ExpMQuadEngine:
         projection_seed: int | None,
         public_rank: int,
         damping: float | None,
+        public_temperature: float,
         nominal_size: int | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
@@ -613,6 +624,7 @@ class ExpMQuadEngine:
         public_loader: DataLoader[Any] | None,
         public_rank: int,
         damping: float | None,
+        public_temperature: float,
         criterion: Callable[[Tensor, Tensor], Tensor] | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
@@ -625,6 +637,7 @@ class ExpMQuadEngine:
         _check.positive_int("public_rank", public_rank)
         if damping is not None:
             _check.positive("damping", damping)
+        _check.temperature("public_temperature", public_temperature)
         if bounds is not None:
             _check.one_of("bounds", bounds, ("paper",))
         if projection not in PUBLIC_KINDS:
@@ -636,7 +649,14 @@ class ExpMQuadEngine:
             )
         data.check_loader(public_loader, "public_loader")
         rank = public_rank if projection == "preconditioned" else _check.positive_int("proj_dim", proj_dim)
-        key = (id(public_loader), rank, id(criterion), curvature_samples, digest(check_module(model)))
+        key = (
+            id(public_loader),
+            rank,
+            id(criterion),
+            curvature_samples,
+            public_temperature,
+            digest(check_module(model)),
+        )
         if key not in self._curvatures:
             bench = _full_space(
                 model,
@@ -646,38 +666,74 @@ class ExpMQuadEngine:
                 progress=progress,
             )
             # Loader and criterion are kept with the result, so that their ids stay their own.
-            self._curvatures[key] = ((public_loader, criterion), bench.public_curvature(public_loader, rank))
+            self._curvatures[key] = (
+                (public_loader, criterion),
+                bench.public_curvature(public_loader, rank, public_temperature),
+            )
         found = self._curvatures[key][1]
         self._ranks.adopt([found.eigenvalues, found.vectors])
         return found
 
-    def largest_public_eigenvalue(
+    def public_metric(
         self,
         model: nn.Module,
         public_loader: DataLoader[Any],
+        proj_dim: int | None = None,
         *,
-        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        damping_share: float,
+        quantile: float = QUANTILES["max_grad_norm"],
+        public_temperature: float = 1.0,
         public_rank: int = PUBLIC_RANK,
-    ) -> float:
-        """The largest eigenvalue of the Gauss-Newton matrix on public data, a scale for ``damping``; computed once.
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Arguments of ``make_private_expm`` for ``"preconditioned"`` rounds without private curvature, from public data.
+
+        Args:
+            model: as in ``make_private_expm``, like all that is not named here.
+            public_loader: likewise.
+            proj_dim: likewise.
+            damping_share: h₀ as a share of the largest eigenvalue of the public curvature.
+            quantile: of the public records' gradient norms in this metric, for C_g. A large one clips less.
+            public_temperature: likewise.
+            public_rank: likewise.
+            criterion: likewise.
+
+        Returns:
+            ``damping``, ``public_temperature``, ``max_grad_norm`` and ``max_curvature`` = 0.
 
         **Privacy:** uses no private data.
         """
-        found = self._public_curvature(
+        _check.positive("damping_share", damping_share)
+        _check.fraction("quantile", quantile)
+        settings: dict[str, Any] = {
+            "criterion": criterion,
+            "grad_sample_mode": None,
+            "curvature_samples": None,
+            "progress": False,
+        }
+        curvature = self._public_curvature(
             model,
-            None,
+            proj_dim,
             projection="preconditioned",
             public_loader=public_loader,
             public_rank=public_rank,
             damping=None,
-            criterion=criterion,
-            grad_sample_mode=None,
-            curvature_samples=None,
-            progress=False,
+            public_temperature=public_temperature,
             bounds=None,
+            **settings,
         )
-        assert found is not None
-        return float(found.eigenvalues[0])
+        assert curvature is not None
+        damping = damping_share * float(curvature.eigenvalues[0])
+        subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
+        bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), **settings)
+        norms = bench.public_norms(public_loader, curvature=False, joint_radius=None)["max_grad_norm"]
+        bound = torch.tensor([np.quantile(norms, quantile)], dtype=torch.float64)
+        return {
+            "damping": damping,
+            "public_temperature": public_temperature,
+            "max_grad_norm": float(self._ranks.from_leader(bound)),  # ranks may round differently
+            "max_curvature": 0.0,
+        }
 
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
         """The source paper's bounds, from the private data itself."""

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm import _check, data, theory
 from opacus_expm._private import PrivateValues
-from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, description, make_criterion
+from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, Softened, description, make_criterion
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
@@ -321,8 +321,10 @@ class Workbench:
         norms = self._in_memory(public_loader, "public_loader", once)
         return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
-    def public_curvature(self, public_loader: DataLoader[Any], rank: int) -> PublicCurvature:
+    def public_curvature(self, public_loader: DataLoader[Any], rank: int, temperature: float) -> PublicCurvature:
         """Leading eigenpairs of the Gauss-Newton matrix, on as many public records as fit into ``PUBLIC_BYTES``.
+
+        The loss is that of the outputs divided by ``temperature`` (see ``criteria.Softened``).
 
         The workbench's own subspace must be the full space.
         """
@@ -330,7 +332,7 @@ class Workbench:
         def once() -> PublicCurvature:
             kept: list[Tensor] = []
             records = size = 0
-            for batch in self._records(public_loader, "public_loader", curvature=True):
+            for batch in self._records(public_loader, "public_loader", True, temperature):
                 assert batch.factors is not None
                 rows = batch.factors.flatten(0, 1).to(self._dtype)
                 if kept and size + rows.nbytes > PUBLIC_BYTES:
@@ -399,9 +401,12 @@ class Workbench:
 
         return self._in_memory(loader, "loader", once)
 
-    def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
+    def _records(
+        self, loader: DataLoader[Any], name: str, curvature: bool, temperature: float = 1.0
+    ) -> Iterator[RecordQuadratics]:
         """Every record's quadratic, batch after batch."""
         source, loss, stream = self._begin(loader, name)
+        loss = loss if temperature == 1 else Softened(loss, temperature)
         for inputs, targets in stream:
             yield record_quadratics(
                 source,

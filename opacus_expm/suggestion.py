@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import _check, curves, data
+from opacus_expm.bounds import QUANTILES
 from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
 from opacus_expm.model import check_module, evaluation_mode
@@ -41,7 +42,9 @@ class Candidate:
         rounds: T.
         radius: R.
         damping_share: of ``"preconditioned"``, the damping as a share of the largest public eigenvalue; None takes the
-            engine's default.
+            engine's default, also for the two that follow.
+        quantile: with ``damping_share``, of the public gradient norms, for C_g.
+        public_temperature: with ``damping_share``, of the public curvature.
         denoise: whether known noise is taken out of the draws.
         shifted: whether bounds and public curvature come from the shifted public records, or from those as they are. With
             private curvature the bounds should be in proportion to what is there; without it the radius sets the length of a
@@ -53,6 +56,8 @@ class Candidate:
     rounds: int
     radius: float
     damping_share: float | None = None
+    quantile: float = QUANTILES["max_grad_norm"]
+    public_temperature: float = 1.0
     denoise: bool = False
     shifted: bool = True
 
@@ -60,7 +65,10 @@ class Candidate:
         space = "the full space" if self.proj_dim is None else f"{self.proj_dim} dimensions"
         text = f"radius {self.radius:g}, {self.projection} projection, {space}, {self.rounds} round(s)"
         if self.damping_share is not None:
-            text += f", damping {self.damping_share:g} of the largest eigenvalue"
+            text += (
+                f", damping {self.damping_share:g} of the largest eigenvalue at temperature {self.public_temperature:g}"
+            )
+            text += f", bound at {self.quantile:g} of the norms"
         text += ", denoised" if self.denoise else ""
         return text + ("" if self.shifted else ", bounds from records as they are")
 
@@ -74,7 +82,7 @@ class Suggestion:
         regularization: λ.
         max_grad_norm: C_g.
         max_curvature: C_H.
-        damping: h₀ of ``"preconditioned"``; None is the engine's default.
+        metric: of ``"preconditioned"``, damping and temperature; empty for the engine's default.
         public_loader: public records, shifted or as they are, which public projections need.
         tried: every candidate with what it was worth in the rehearsal, on average, best first: the share of held-out records
             that were classified wrongly, or where targets are no classes the held-out loss.
@@ -86,7 +94,7 @@ class Suggestion:
     regularization: float
     max_grad_norm: float
     max_curvature: float
-    damping: float | None
+    metric: dict[str, float]
     public_loader: DataLoader[Any]
     tried: tuple[tuple[Candidate, float], ...]
     zero_shot: float
@@ -102,7 +110,7 @@ class Suggestion:
             "regularization": self.regularization,
             "max_grad_norm": self.max_grad_norm,
             "max_curvature": self.max_curvature,
-            "damping": self.damping,
+            **self.metric,
             "denoise": self.candidate.denoise,
             "public_loader": self.public_loader,
         }
@@ -189,10 +197,17 @@ def suggest(
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
     for candidate in candidates:
         values = []
-        damping = None
+        metric: dict[str, float] = {}
         if candidate.damping_share is not None:
-            largest = engine.largest_public_eigenvalue(module, public[candidate.shifted], criterion=criterion)
-            damping = candidate.damping_share * largest
+            metric = engine.public_metric(
+                module,
+                public[candidate.shifted],
+                candidate.proj_dim,
+                damping_share=candidate.damping_share,
+                quantile=candidate.quantile,
+                public_temperature=candidate.public_temperature,
+                criterion=criterion,
+            )
         for repeat in range(repeats):
             private = engine.make_private_expm(
                 module,
@@ -205,24 +220,24 @@ def suggest(
                 projection=candidate.projection,
                 projection_seed=seed + 1000 * repeat,
                 public_loader=public[candidate.shifted],
-                damping=damping,
                 denoise=candidate.denoise,
                 criterion=criterion,
                 calibration="range" if delta == 0 else "gaussian",
                 noise_generator=np.random.default_rng([seed, repeat]),
                 progress=False,
+                **metric,  # type: ignore[arg-type]
             )
             values.append(value(private))
         last = engine.accountant.releases[-1]
-        results.append((float(np.mean(values)), candidate, last, damping))
+        results.append((float(np.mean(values)), candidate, last, metric))
     results.sort(key=lambda r: (math.isnan(r[0]), r[0]))
-    _, best, release, damping = results[0]
+    _, best, release, metric = results[0]
     return Suggestion(
         best,
         release.regularization,  # type: ignore[union-attr]
         release.max_grad_norm,  # type: ignore[union-attr]
         release.max_curvature,  # type: ignore[union-attr]
-        damping,
+        {name: value for name, value in metric.items() if name in ("damping", "public_temperature")},
         public[best.shifted],
         tuple((candidate, mean) for mean, candidate, *_ in results),
         value(module),
@@ -233,14 +248,31 @@ def suggest(
 def default_candidates(size: int, delta: float) -> list[Candidate]:
     """Settings that ``suggest`` tries for p = ``size`` parameters.
 
-    At δ > 0 rounds are cheap (μ/√T each) and work in the full space, a few short ones or more and longer ones, denoised; a
-    damping of a fortieth of the largest eigenvalue keeps steps along the steep directions short. A pure budget is split
-    as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
+    At δ > 0 rounds are cheap (μ/√T each) and work in the full space: few of them, clipped harder, where noise decides, and
+    more where there is little of it. The metric is that of the outputs on public records (infinite temperature), damped at
+    1/160 of its largest eigenvalue. A pure budget is split as ε/T, so one draw in a subspace is tried, random or chosen by
+    public curvature.
     """
     if delta > 0:
         return [
-            Candidate("preconditioned", None, rounds, radius, damping_share=1 / 40, denoise=denoise, shifted=False)
-            for rounds, radius, denoise in ((4, 1.0, False), (8, 2.0, True), (8, 4.0, True))
+            Candidate(
+                "preconditioned",
+                None,
+                rounds,
+                radius,
+                damping_share=1 / 160,
+                quantile=quantile,
+                public_temperature=math.inf,
+                shifted=False,
+            )
+            for rounds, radius, quantile in (
+                (2, 4.0, 0.9),
+                (4, 2.0, 0.9),
+                (4, 3.0, 0.95),
+                (8, 3.0, 0.95),
+                (16, 3.0, 0.95),
+                (16, 4.0, 0.95),
+            )
         ]
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [

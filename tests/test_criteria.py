@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from opacus_expm.criteria import (
     Criterion,
     CrossEntropy,
     MeanSquaredError,
+    Softened,
     make_criterion,
 )
 
@@ -198,6 +200,24 @@ def test_extreme_logits_give_finite_values(criterion: Criterion) -> None:
     # Confidently wrong: the softmax gradient is σ − y, the mean sigmoid's a third of it.
     wanted = [1.0, -1.0, 0.0] if isinstance(criterion, CrossEntropy) else [1 / 3, -1 / 3, 1 / 6]
     assert error(gradient[0], torch.tensor(wanted, dtype=torch.float64)) < 1e-12
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0, math.inf])
+def test_softened_curvature_is_that_of_cooler_outputs(temperature: float) -> None:
+    outputs, targets = logits(scale=6.0), classes()
+    criterion = Softened(CrossEntropy(), temperature)
+    _, factor = criterion.gradient_and_factor(outputs, targets)
+    for f, target, m in zip(outputs, targets, factor, strict=True):
+        _, hessian = gradient_and_hessian(nn.CrossEntropyLoss(), f / temperature, target)
+        torch.testing.assert_close(m @ m.T, hessian, rtol=0, atol=1e-12)
+    if math.isinf(temperature):
+        torch.testing.assert_close(m @ m.T, (torch.eye(M) - 1 / M).double() / M, rtol=0, atol=1e-12)
+    torch.testing.assert_close(criterion.basis(M), CrossEntropy().basis(M))
+
+
+def test_softening_leaves_squared_errors_as_they_are() -> None:
+    _, factor = Softened(MeanSquaredError(), math.inf).gradient_and_factor(logits(), numbers())
+    torch.testing.assert_close(factor, MeanSquaredError().gradient_and_factor(logits(), numbers())[1])
 
 
 def test_a_wrong_factor_is_noticed() -> None:

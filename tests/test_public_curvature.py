@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import re
 
 import numpy as np
@@ -18,6 +19,7 @@ from opacus_expm.statistics import MAX_CURVATURE_DIM
 FEATURES, RECORDS = 3, 40
 PARAMETERS = (FEATURES + 1) * 4 + 5
 CRITERION = nn.MSELoss()
+LOGISTIC = nn.BCEWithLogitsLoss()
 
 
 def make_model(dtype=torch.float64):
@@ -74,12 +76,12 @@ def options(public, **changes):
     return chosen | changes
 
 
-def dense_curvature(model, dataset):
-    """Σ_i J_iᵀL_iJ_i/n, one record at a time."""
+def dense_curvature(model, dataset, temperature=1.0, criterion=CRITERION):
+    """Σ_i J_iᵀL_iJ_i/n, one record at a time, L at outputs divided by the temperature."""
     x, y = dataset.tensors
     total = torch.zeros(PARAMETERS, PARAMETERS, dtype=torch.float64)
     for (f, jacobian), target in zip(output_and_jacobian_of_each(model, x, len(x)), y, strict=True):
-        total += jacobian.T @ gradient_and_hessian(CRITERION, f, target)[1] @ jacobian
+        total += jacobian.T @ gradient_and_hessian(criterion, f / temperature, target)[1] @ jacobian
     return total / len(x)
 
 
@@ -100,6 +102,70 @@ def test_the_map_is_made_of_the_public_records_curvature(dim, mode):
     torch.testing.assert_close(dense(found.projection), expected, rtol=0, atol=1e-6)
     if dim is not None and dim <= 5:
         torch.testing.assert_close((p * vectors[:, :dim]).sum(0).abs(), torch.ones(dim).double(), rtol=0, atol=1e-6)
+
+
+def sure_model():
+    """Whose outputs are large, so that a logistic loss hardly curves."""
+    model = make_model()
+    with torch.no_grad():
+        model[2].weight.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("temperature", [3.0, math.inf])
+def test_a_temperature_softens_the_public_curvature_alone(temperature):
+    """Not the private statistics: with the map of that curvature, they are those of the loss as it is."""
+    model, public, private = sure_model(), Watched(7), Watched(0)
+    engine = ExpMQuadEngine()
+    chosen = options(public, damping=0.1, public_temperature=temperature, max_grad_norm=1e6, max_curvature=0.0)
+    chosen["criterion"] = LOGISTIC
+    found = engine.gather(model, loader(private), None, **chosen)
+    values, vectors = torch.linalg.eigh(dense_curvature(model, public, temperature, LOGISTIC))
+    values, vectors = values.flip(0)[:5], vectors.flip(1)[:, :5]
+    expected = torch.eye(PARAMETERS) - vectors @ torch.diag(1 - (1 + values / 0.1) ** -0.5) @ vectors.T
+    torch.testing.assert_close(dense(found.projection), expected, rtol=0, atol=1e-6)
+    plain = dense_curvature(model, public, 1.0, LOGISTIC)
+    assert (plain - dense_curvature(model, public, temperature, LOGISTIC)).norm() > 0.1 * plain.norm()
+    x, y = private.tensors
+    gradient = torch.zeros(PARAMETERS, dtype=torch.float64)
+    for (f, jacobian), target in zip(output_and_jacobian_of_each(model, x, len(x)), y, strict=True):
+        gradient += jacobian.T @ gradient_and_hessian(LOGISTIC, f, target)[0]
+    torch.testing.assert_close(found.sums.gradient.cpu().double(), expected.T @ gradient, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [None, 3])
+def test_a_public_metric_is_measured_on_public_records(dim):
+    model, public = sure_model(), Watched(7)
+    found = ExpMQuadEngine().public_metric(
+        model, loader(public), dim, damping_share=0.25, quantile=0.6, public_temperature=3.0, public_rank=5,
+        criterion=LOGISTIC,
+    )  # fmt: skip
+    values, vectors = torch.linalg.eigh(dense_curvature(model, public, 3.0, LOGISTIC))
+    values, vectors = values.flip(0)[:5], vectors.flip(1)[:, :5]
+    damping = 0.25 * float(values[0])
+    metric = torch.eye(PARAMETERS) - vectors @ torch.diag(1 - (1 + values / damping) ** -0.5) @ vectors.T
+    if dim is not None:
+        metric = metric @ vectors[:, :dim]
+    x, y = public.tensors
+    norms = [
+        float((metric.T @ jacobian.T @ gradient_and_hessian(LOGISTIC, f, target)[0]).norm())
+        for (f, jacobian), target in zip(output_and_jacobian_of_each(model, x, len(x)), y, strict=True)
+    ]
+    assert set(found) == {"damping", "public_temperature", "max_grad_norm", "max_curvature"}
+    assert found["damping"] == pytest.approx(damping, rel=1e-4)
+    assert found["max_grad_norm"] == pytest.approx(float(np.quantile(norms, 0.6)), rel=1e-4)
+    assert (found["public_temperature"], found["max_curvature"]) == (3.0, 0.0)
+
+
+def test_a_public_metric_refuses_what_is_no_share():
+    engine, model, public = ExpMQuadEngine(), make_model(), loader(Watched(7))
+    for changes, message in (
+        ({"damping_share": 0.0}, "damping_share must be greater than 0, got 0.0"),
+        ({"damping_share": 0.1, "quantile": 1.0}, r"quantile must be in \[0, 1\), got 1.0"),
+        ({"damping_share": 0.1, "public_temperature": 0.0}, "public_temperature must be 1 or greater, got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.public_metric(model, public, **changes)
 
 
 def test_the_public_projection_is_the_leading_eigenvectors():
@@ -211,12 +277,13 @@ def test_eigenpairs_are_computed_once_for_a_model_and_a_loader():
     assert gather(used=make_model()) == 1  # other object, same weights
     assert gather(public_rank=6) == 2
     assert gather(curvature_samples=1) == 3
+    assert gather(public_temperature=2.0) == 4
     with torch.no_grad():
         model[2].bias += 1e-3
-    assert gather() == 4  # other weights
-    assert gather() == 4
+    assert gather() == 5  # other weights
+    assert gather() == 5
     model[0].bias.requires_grad_(False)
-    assert gather() == 5  # the same weights, fewer of which may move
+    assert gather() == 6  # the same weights, fewer of which may move
 
 
 def test_freezing_a_layer_makes_another_map():
@@ -338,6 +405,13 @@ def test_public_projections_that_cannot_be_made_are_refused():
         (0, {"projection": "public"}, "proj_dim must be a positive integer, got 0"),
         (4, {"damping": 0.0}, "damping must be greater than 0, got 0.0"),
         (4, {"public_rank": 0}, "public_rank must be a positive integer, got 0"),
+        (4, {"public_temperature": 0.5}, "public_temperature must be 1 or greater, got 0.5"),
+        (
+            4,
+            {"public_temperature": math.nan},
+            "public_temperature must be a number, 1 or greater, or math.inf, got nan",
+        ),
+        (4, {"public_temperature": "hot"}, "public_temperature must be a number, .* got 'hot' of type str"),
         (PARAMETERS + 1, {}, f"proj_dim must be at most the number of trainable parameters, {PARAMETERS}"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

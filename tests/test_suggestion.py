@@ -113,18 +113,33 @@ def test_bounds_come_from_shifted_records_or_from_those_as_they_are(shifted):
     assert ("shifted\n" if shifted else "as they are\n") in str(far).splitlines(keepends=True)[1]
 
 
-def test_damping_is_a_share_of_the_largest_public_eigenvalue():
-    candidate = Candidate("preconditioned", None, 1, 0.5, damping_share=0.25, denoise=True)
+def test_the_metric_is_measured_on_the_candidates_public_records():
+    candidate = Candidate(
+        "preconditioned", None, 1, 0.5, damping_share=0.25, quantile=0.5, public_temperature=math.inf, denoise=True
+    )
     found = _suggest(candidates=[candidate], delta=1e-5)
     inputs = torch.cat([x for x, _ in found.public_loader]).double()
     rows = torch.cat(
         [inputs, torch.ones(len(inputs), 1)], 1
     )  # of weight and bias; the loss has the second derivative 2
     largest = 2 * torch.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
-    assert found.damping == pytest.approx(0.25 * float(largest), rel=1e-4)
+    assert found.metric["damping"] == pytest.approx(0.25 * float(largest), rel=1e-4)
+    model, _ = _task()
+    measured = ExpMQuadEngine().public_metric(
+        model,
+        found.public_loader,
+        damping_share=0.25,
+        quantile=0.5,
+        public_temperature=math.inf,
+        criterion=nn.MSELoss(),
+    )
+    assert found.max_grad_norm == pytest.approx(measured["max_grad_norm"])
     arguments = found.arguments()
-    assert (arguments["damping"], arguments["denoise"]) == (found.damping, True)
-    assert "damping 0.25 of the largest eigenvalue, denoised" in str(found)
+    assert {key: arguments[key] for key in measured} == pytest.approx(measured)
+    assert arguments["denoise"]
+    assert "damping 0.25 of the largest eigenvalue at temperature inf, bound at 0.5 of the norms, denoised" in str(
+        found
+    )
 
 
 def test_the_explanation_names_what_was_chosen_and_tried():
