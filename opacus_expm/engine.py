@@ -711,29 +711,28 @@ class ExpMQuadEngine:
             "curvature_samples": None,
             "progress": False,
         }
-        curvature = self._public_curvature(
-            model,
-            proj_dim,
-            projection="preconditioned",
-            public_loader=public_loader,
-            public_rank=public_rank,
-            damping=None,
-            public_temperature=public_temperature,
-            bounds=None,
-            **settings,
-        )
-        assert curvature is not None
-        damping = damping_share * float(curvature.eigenvalues[0])
-        subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
-        bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), **settings)
-        norms = bench.public_norms(public_loader, curvature=False, joint_radius=None)["max_grad_norm"]
-        bound = torch.tensor([np.quantile(norms, quantile)], dtype=torch.float64)
-        return {
-            "damping": damping,
+        measured = {
+            "projection": "preconditioned",
+            "public_loader": public_loader,
+            "public_rank": public_rank,
             "public_temperature": public_temperature,
-            "max_grad_norm": float(self._ranks.from_leader(bound)),  # ranks may round differently
-            "max_curvature": 0.0,
+            **settings,
         }
+        shares = {"damping_share": damping_share, "quantile": quantile}
+        with self._on_all_ranks(model=model, proj_dim=proj_dim, **shares, **measured):
+            curvature = self._public_curvature(model, proj_dim, damping=None, bounds=None, **measured)
+            assert curvature is not None
+            damping = damping_share * float(curvature.eigenvalues[0])
+            subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
+            bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), **settings)
+            norms = bench.public_norms(public_loader, curvature=False, joint_radius=None)["max_grad_norm"]
+            bound = torch.tensor([np.quantile(norms, quantile)], dtype=torch.float64)
+            return {
+                "damping": damping,
+                "public_temperature": public_temperature,
+                "max_grad_norm": float(self._ranks.from_leader(bound)),  # ranks may round differently
+                "max_curvature": 0.0,
+            }
 
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:
         """The source paper's bounds, from the private data itself."""

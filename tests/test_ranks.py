@@ -146,6 +146,7 @@ def test_public_data_serves_ranks_that_shuffle_it_apart(seen):
     first, second = seen["public"]
     assert torch.equal(first["weights"], second["weights"])
     assert first["ledger"] == second["ledger"]
+    assert first["metric"] == second["metric"]
 
 
 def test_ranks_that_round_differently_end_with_the_leading_ranks_model(seen):
