@@ -725,8 +725,9 @@ class ExpMQuadEngine:
             damping = damping_share * float(curvature.eigenvalues[0])
             subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
             bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), **settings)
-            norms = bench.public_norms(public_loader, curvature=False, joint_radius=None)["max_grad_norm"]
-            bound = torch.tensor([np.quantile(norms, quantile)], dtype=torch.float64)
+            missing: Bounds = {"max_grad_norm": None, "max_curvature": 0.0}
+            bounds = _public_bounds(bench, public_loader, missing, None, {"max_grad_norm": quantile})
+            bound = torch.tensor([bounds["max_grad_norm"]], dtype=torch.float64)
             return {
                 "damping": damping,
                 "public_temperature": public_temperature,
@@ -1304,7 +1305,11 @@ def _prices(given: Bounds, epsilon: float, nominal_size: int) -> dict[str, float
 
 
 def _public_bounds(
-    bench: Workbench, public_loader: DataLoader[Any], given: Bounds, joint_radius: float | None
+    bench: Workbench,
+    public_loader: DataLoader[Any],
+    given: Bounds,
+    joint_radius: float | None,
+    quantiles: dict[str, float] = QUANTILES,
 ) -> Bounds:
     """The bounds, those that are missing measured on public data."""
     norms = bench.public_norms(public_loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius)
@@ -1312,7 +1317,7 @@ def _public_bounds(
     for name, value in given.items():
         if value is not None:
             continue
-        found[name] = quantile = float(np.quantile(norms[name], QUANTILES[name]))
+        found[name] = quantile = float(np.quantile(norms[name], quantiles[name]))
         if quantile == 0:
             raise ValueError(
                 f"public_loader gives a zero bound for {name}: gradients or curvatures vanish there at the pretrained "
