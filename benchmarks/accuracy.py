@@ -11,7 +11,7 @@ the plot.
 All budgets include what bounds cost. How settings are chosen:
 
 * our methods: those stated below, fixed; ``suggested`` by ``opacus_expm.suggest`` with its default shift, which sees the
-  public data of seed 0 alone, once for a budget;
+  public data of seed 0 alone, once for a budget. It may take images shifted by a pixel as further views (``VIEWS``);
 * DP-SGD: at each ε the best of ``GRID``, by accuracy on a fifth of the *private* records of seed 0, held out; that choice is
   charged to nobody and favours DP-SGD.
 
@@ -42,6 +42,7 @@ from opacus_expm.calibration import calibrate  # noqa: E402
 from opacus_expm.comparison import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
 from opacus_expm.journal import write_result  # noqa: E402
 from opacus_expm.suggestion import shifted_records, suggest  # noqa: E402
+from opacus_expm.views import pixel_shifts  # noqa: E402
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5
@@ -59,6 +60,7 @@ PAPER = {
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
 ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
+VIEWS = {"mnist": pixel_shifts}  # of records that look alike when moved
 METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math.inf}  # of "preconditioned"
 
 GRID = {
@@ -155,15 +157,17 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
     else:  # suggested
         advice = suggested(name, epsilon, delta, log)
         found = advice["arguments"]
+        views = VIEWS[name] if advice["views"] else None
         if advice["shifted"]:
             public = DataLoader(shifted_records(public, seed=seed), batch_size=512)
         if advice["metric"]:  # a rule for this scale of the model's own public data
             rule = {key: float(value) for key, value in advice["metric"].items()}
-            found = found | engine.public_metric(
-                task.model, public, found["proj_dim"], criterion=task.criterion, **rule
-            )
+            rule |= {"public_rank": found["public_rank"], "views": views, "criterion": task.criterion}
+            found = found | engine.public_metric(task.model, public, found["proj_dim"], **rule)
             found["regularization"] = None
-        module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **found, **common)
+        module = engine.make_private_expm(
+            task.model, private, epsilon, public_loader=public, views=views, **found, **common
+        )
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
@@ -174,14 +178,16 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
         task = TASKS[name](0)
         choice = suggest(
             task.model, DataLoader(task.public, batch_size=512), epsilon, delta, len(task.private), criterion=task.criterion,
-            repeats=1 if name == "mnist" else 5,
+            repeats=1 if name == "mnist" else 5, views=VIEWS.get(name),
         )  # fmt: skip
         best = choice.candidate
-        arguments = {k: v for k, v in choice.arguments().items() if k not in ("public_loader", *choice.metric)}
+        left_out = ("public_loader", "views", *choice.metric)
+        arguments = {k: v for k, v in choice.arguments().items() if k not in left_out}
         metric = {}
         if best.damping_share is not None:
             metric = {key: str(getattr(best, key)) for key in METRIC}  # JSON has no infinity
-        log.add(**wanted, seed=-1, arguments=arguments, metric=metric, shifted=best.shifted, explanation=str(choice))
+        facts = {"metric": metric, "shifted": best.shifted, "views": best.seen, "explanation": str(choice)}
+        log.add(**wanted, seed=-1, arguments=arguments, **facts)
         found = log.find(**wanted)
     return found
 
@@ -268,7 +274,7 @@ def summary(log: Log, task: str) -> dict:
         if "score" in r:
             scores.setdefault(key, {})[r["seed"]] = r["score"]
         if "settings" in r or "arguments" in r:
-            settings[key] = r.get("settings") or r["arguments"] | r["metric"]
+            settings[key] = r.get("settings") or r["arguments"] | r["metric"] | {"views": r["views"]}
     order = ("zero-shot", "non-private", "dp-sgd", *OURS)
     names = ("method", "delta", "epsilon")
     rows = [

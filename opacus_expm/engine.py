@@ -47,6 +47,7 @@ from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, prop
 from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES, CLIPPINGS
+from opacus_expm.views import Views
 
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
@@ -137,6 +138,7 @@ class ExpMQuadEngine:
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
+        views: Views | None = None,
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
@@ -182,7 +184,10 @@ class ExpMQuadEngine:
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
-                passes. None is exact up to 64 outputs, and takes 8 probes beyond and for sequences.
+                passes. None is exact up to 64 outputs, and takes 8 probes beyond, for sequences and with ``views``.
+            views: a function from a batch of inputs to a list of batches like it, the same records seen differently, such as
+                ``opacus_expm.views.pixel_shifts``. A record counts with the mean over its views, which is then clipped: more
+                signal for the same noise, and V times the work.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``data.Pieces``).
             noise_generator: for tests and simulations only; the operating system's entropy by default.
@@ -222,6 +227,7 @@ class ExpMQuadEngine:
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
+            "views": views,
             "noise_generator": noise_generator,
             "progress": progress,
         }
@@ -280,6 +286,7 @@ class ExpMQuadEngine:
         public_temperature: float = 1.0,
         nominal_size: int | None = None,
         curvature_samples: int | None = None,
+        views: Views | None = None,
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         batch_first: bool = True,
@@ -322,6 +329,7 @@ class ExpMQuadEngine:
             public_temperature: likewise.
             nominal_size: likewise.
             curvature_samples: likewise.
+            views: likewise.
             max_physical_batch_size: likewise; the loader's batch by default.
             noise_generator: likewise.
             batch_first: True; a record is a row of its batch.
@@ -390,6 +398,7 @@ class ExpMQuadEngine:
             nominal_size=nominal_size,
             grad_sample_mode=grad_sample_mode,
             curvature_samples=curvature_samples,
+            views=views,
             # Batches come one by one: the size of a piece cannot be read off the loader they come from.
             pieces=data.Pieces(max_physical_batch_size or data.batch_size(data_loader)),
             noise_generator=noise_generator,
@@ -441,6 +450,7 @@ class ExpMQuadEngine:
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
+        views: Views | None = None,
         max_physical_batch_size: int | None = None,
         noise_generator: torch.Generator | np.random.Generator | None = None,
         progress: bool | None = None,
@@ -472,6 +482,7 @@ class ExpMQuadEngine:
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
+            "views": views,
             "pieces": data.Pieces(max_physical_batch_size),
             "noise_generator": noise_generator,
             "progress": progress,
@@ -541,6 +552,7 @@ class ExpMQuadEngine:
         nominal_size: int | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
+        views: Views | None,
         pieces: data.Pieces,
         noise_generator: torch.Generator | np.random.Generator | None,
         progress: bool | None,
@@ -564,8 +576,11 @@ class ExpMQuadEngine:
             model,
             subspace=Subspace(projection, proj_dim, seed, curvature, damping),
             pieces=pieces,
+            views=views,
             **settings,
         )
+        if views is not None and bounds == "paper":
+            raise ValueError("views have no part in the source paper's practice: leave views or bounds='paper' out")
         bench.check_curvature(given["max_curvature"])
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
@@ -685,6 +700,7 @@ class ExpMQuadEngine:
         public_temperature: float = 1.0,
         public_rank: int = PUBLIC_RANK,
         criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        views: Views | None = None,
     ) -> dict[str, float]:
         """Arguments of ``make_private_expm`` for ``"preconditioned"`` rounds without private curvature, from public data.
 
@@ -697,6 +713,7 @@ class ExpMQuadEngine:
             public_temperature: likewise.
             public_rank: likewise.
             criterion: likewise.
+            views: likewise; of the norms, not of the curvature.
 
         Returns:
             ``damping``, ``public_temperature``, ``max_grad_norm`` and ``max_curvature`` = 0.
@@ -719,12 +736,12 @@ class ExpMQuadEngine:
             **settings,
         }
         shares = {"damping_share": damping_share, "quantile": quantile}
-        with self._on_all_ranks(model=model, proj_dim=proj_dim, **shares, **measured):
+        with self._on_all_ranks(model=model, proj_dim=proj_dim, views=views, **shares, **measured):
             curvature = self._public_curvature(model, proj_dim, damping=None, bounds=None, **measured)
             assert curvature is not None
             damping = damping_share * float(curvature.eigenvalues[0])
             subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
-            bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), **settings)
+            bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), views=views, **settings)
             missing: Bounds = {"max_grad_norm": None, "max_curvature": 0.0}
             bounds = _public_bounds(bench, public_loader, missing, None, {"max_grad_norm": quantile})
             bound = torch.tensor([bounds["max_grad_norm"]], dtype=torch.float64)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import secrets
@@ -40,7 +41,7 @@ from opacus_expm.model import (
 )
 from opacus_expm.private_file import PassFile, read_private, write_private
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
-from opacus_expm.ranks import Ranks
+from opacus_expm.ranks import Ranks, described
 from opacus_expm.sums import (
     BOUNDS,
     ClippedAdder,
@@ -50,6 +51,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
+from opacus_expm.views import EachView, Views, check_views, with_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -83,6 +85,7 @@ class Statistics(PrivateValues):
     bounds: str
     criterion: str
     curvature_samples: int | None
+    views: str | None  # what the function is called
     shards: frozenset[str]  # one random name for each pass that took part
 
     @cached_property
@@ -118,6 +121,7 @@ class Statistics(PrivateValues):
             "public curvature": None if curvature is None else tensor_digest(curvature.eigenvalues, curvature.vectors),
             "criterion": self.criterion,
             "curvature_samples": self.curvature_samples,
+            "views": self.views,
             "max_grad_norm": sums.max_grad_norm,
             "max_curvature": sums.max_curvature,
             "radius of joint clipping": sums.joint_radius,
@@ -197,6 +201,7 @@ class Statistics(PrivateValues):
                 "bounds": self.bounds,
                 "criterion": self.criterion,
                 "curvature_samples": self.curvature_samples,
+                "views": self.views,
                 "shards": sorted(self.shards),
             },
         )
@@ -239,6 +244,7 @@ class Statistics(PrivateValues):
                 _check.one_of("bounds", content["bounds"], BOUNDS),
                 content["criterion"],
                 content["curvature_samples"],
+                content["views"],
                 frozenset(content["shards"]),
             )
             if found.configuration != content["configuration"]:
@@ -275,6 +281,7 @@ class Workbench:
         curvature_samples: probes of the curvature, None for exact rows.
         pieces: records at a time; halved, with a warning, when a pass runs out of memory.
         progress: show a bar.
+        views: of each record, whose mean is taken (see ``opacus_expm.views``).
     """
 
     def __init__(
@@ -287,19 +294,21 @@ class Workbench:
         curvature_samples: int | None,
         pieces: data.Pieces,
         progress: bool | None,
+        views: Views | None = None,
     ):
         module = check_module(model)
         if grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
         if curvature_samples is not None:
             _check.positive_int("curvature_samples", curvature_samples)
+        check_views(views)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)
         self._device, self._dtype = next(self._working.parameters()).device, compute_dtype(self._working)
         self._recipe, self._subspace = subspace, subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
-        self._pieces, self._progress = pieces, progress
+        self._pieces, self._progress, self._views = pieces, progress, views
         self._ready: tuple[RowSource, Criterion] | None = None
 
     def check_curvature(self, max_curvature: float | None) -> None:
@@ -498,6 +507,7 @@ class Workbench:
             bounds,
             description(self._ready[1]),
             self._samples,
+            None if self._views is None else str(described(self._views)),
             frozenset([f"{int(ranks.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"]),
         )
 
@@ -549,8 +559,12 @@ class Workbench:
         if self._ready is None:
             example = take(first[0], slice(0, 1))
             loss = make_criterion(self._criterion, first[1])
-            self._ready = (_row_source(self._working, self._layout, self._subspace, example, self._mode), loss)
-        return (*self._ready, itertools.chain([first], stream))
+            source = _row_source(self._working, self._layout, self._subspace, example, self._mode)
+            self._ready = (source if self._views is None else EachView(source), loss)
+        whole: Batches = itertools.chain([first], stream)
+        if self._views is not None:
+            whole = itertools.starmap(functools.partial(with_views, self._views), whole)
+        return (*self._ready, whole)
 
 
 def _part(loader: DataLoader[Any], ranks: Ranks, start: int | None = None) -> DataLoader[Any]:

@@ -23,11 +23,13 @@ from opacus_expm.bounds import QUANTILES
 from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
 from opacus_expm.model import check_module, evaluation_mode
+from opacus_expm.views import Views
 
 RECORDS = 14_336  # public records that take part
 _HELD_OUT = 0.25  # of them at least
 _STAND_INS = 6144  # at the most; the others judge
 _PUBLIC_ROLE = 2048  # of the stand-ins, for bounds and public curvature
+_LEADING = 800  # directions of the public metric
 _BATCH = 256
 _NOISE = 2.0  # of the default shift, in standard deviations of the inputs
 
@@ -49,6 +51,8 @@ class Candidate:
         shifted: whether bounds and public curvature come from the shifted public records, or from those as they are. With
             private curvature the bounds should be in proportion to what is there; without it the radius sets the length of a
             step, and small bounds mean less noise.
+        public_rank: eigenpairs of the public curvature.
+        seen: whether records count with the mean over their views, which ``suggest`` is then given.
     """
 
     projection: str
@@ -60,6 +64,8 @@ class Candidate:
     public_temperature: float = 1.0
     denoise: bool = False
     shifted: bool = True
+    public_rank: int = PUBLIC_RANK
+    seen: bool = False
 
     def __str__(self) -> str:
         space = "the full space" if self.proj_dim is None else f"{self.proj_dim} dimensions"
@@ -70,6 +76,7 @@ class Candidate:
             )
             text += f", bound at {self.quantile:g} of the norms"
         text += ", denoised" if self.denoise else ""
+        text += ", views" if self.seen else ""
         return text + ("" if self.shifted else ", bounds from records as they are")
 
 
@@ -84,6 +91,7 @@ class Suggestion:
         max_curvature: C_H.
         metric: of ``"preconditioned"``, damping and temperature; empty for the engine's default.
         public_loader: public records, shifted or as they are, which public projections need.
+        views: of each record, or None.
         tried: every candidate with what it was worth in the rehearsal, on average, best first: the share of held-out records
             that were classified wrongly, or where targets are no classes the held-out loss.
         zero_shot: the same of the model as it is.
@@ -96,6 +104,7 @@ class Suggestion:
     max_curvature: float
     metric: dict[str, float]
     public_loader: DataLoader[Any]
+    views: Views | None
     tried: tuple[tuple[Candidate, float], ...]
     zero_shot: float
     judged_by: str
@@ -112,6 +121,8 @@ class Suggestion:
             "max_curvature": self.max_curvature,
             **self.metric,
             "denoise": self.candidate.denoise,
+            "public_rank": self.candidate.public_rank,
+            "views": self.views,
             "public_loader": self.public_loader,
         }
 
@@ -136,6 +147,7 @@ def suggest(
     *,
     criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
     shift: Callable[[Tensor], Tensor] | None = None,
+    views: Views | None = None,
     candidates: Sequence[Candidate] | None = None,
     repeats: int = 2,
     seed: int = 0,
@@ -158,6 +170,8 @@ def suggest(
         criterion: the loss; None infers it.
         shift: what may be different about the private inputs; by default noise of two standard deviations of the public
             inputs is added, a shift that is worth fine-tuning for. A user who knows more about it passes a function.
+        views: other views of the same records, as in ``make_private_expm``, to be tried as well: they are worth their work
+            where noise decides.
         candidates: settings to try, ``default_candidates`` if None.
         repeats: rehearsals of each candidate, with fresh noise.
         seed: of the split, the shift and the rehearsals' noise, so that a suggestion can be found again.
@@ -192,11 +206,14 @@ def suggest(
         rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
     engine = ExpMQuadEngine(distributed=False)
     results = []
-    candidates = default_candidates(size, delta) if candidates is None else candidates
+    candidates = default_candidates(size, delta, views=views is not None) if candidates is None else candidates
     if not candidates:
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
+    if views is None and any(candidate.seen for candidate in candidates):
+        raise ValueError("views must be given for candidates with seen=True: a function from inputs to a list of them")
     for candidate in candidates:
         values = []
+        seen = views if candidate.seen else None
         metric: dict[str, float] = {}
         if candidate.damping_share is not None:
             metric = engine.public_metric(
@@ -206,7 +223,9 @@ def suggest(
                 damping_share=candidate.damping_share,
                 quantile=candidate.quantile,
                 public_temperature=candidate.public_temperature,
+                public_rank=candidate.public_rank,
                 criterion=criterion,
+                views=seen,
             )
         for repeat in range(repeats):
             private = engine.make_private_expm(
@@ -220,6 +239,8 @@ def suggest(
                 projection=candidate.projection,
                 projection_seed=seed + 1000 * repeat,
                 public_loader=public[candidate.shifted],
+                public_rank=candidate.public_rank,
+                views=seen,
                 denoise=candidate.denoise,
                 criterion=criterion,
                 calibration="range" if delta == 0 else "gaussian",
@@ -239,40 +260,49 @@ def suggest(
         release.max_curvature,  # type: ignore[union-attr]
         {name: value for name, value in metric.items() if name in ("damping", "public_temperature")},
         public[best.shifted],
+        views if best.seen else None,
         tuple((candidate, mean) for mean, candidate, *_ in results),
         value(module),
         judged_by,
     )
 
 
-def default_candidates(size: int, delta: float) -> list[Candidate]:
+def default_candidates(size: int, delta: float, *, views: bool = False) -> list[Candidate]:
     """Settings that ``suggest`` tries for p = ``size`` parameters.
 
-    At δ > 0 rounds are cheap (μ/√T each) and work in the full space: few of them, clipped harder, where noise decides, and
-    more where there is little of it. The metric is that of the outputs on public records (infinite temperature), damped at
-    1/160 of its largest eigenvalue. A pure budget is split as ε/T, so one draw in a subspace is tried, random or chosen by
-    public curvature.
+    At δ > 0 rounds are cheap (μ/√T each): few of them, clipped harder, where noise decides, and more where there is little
+    of it. The metric is that of the outputs on public records (infinite temperature), damped at 1/160 of its largest
+    eigenvalue. They work in the full space, or where that is larger in the 800 leading directions of this metric: a gradient
+    is made of what moves the outputs, so beyond them is more noise than signal. ``views`` are tried where noise decides. A
+    pure budget is split as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
     """
     if delta > 0:
+        tried: list[tuple[int | None, int, float, float, bool]] = [
+            (None, 2, 4.0, 0.9, False),
+            (None, 4, 2.0, 0.9, False),
+            (None, 4, 3.0, 0.95, False),
+            (None, 8, 3.0, 0.95, False),
+            (None, 16, 3.0, 0.95, False),
+            (None, 16, 4.0, 0.95, False),
+        ]
+        if size > _LEADING:
+            tried.append((_LEADING, 4, 3.0, 0.8, False))
+        if views:
+            tried.append((_LEADING if size > _LEADING else None, 4, 3.0, 0.8, True))
         return [
             Candidate(
                 "preconditioned",
-                None,
+                dim,
                 rounds,
                 radius,
                 damping_share=1 / 160,
                 quantile=quantile,
                 public_temperature=math.inf,
                 shifted=False,
+                public_rank=PUBLIC_RANK if dim is None else dim,
+                seen=seen,
             )
-            for rounds, radius, quantile in (
-                (2, 4.0, 0.9),
-                (4, 2.0, 0.9),
-                (4, 3.0, 0.95),
-                (8, 3.0, 0.95),
-                (16, 3.0, 0.95),
-                (16, 4.0, 0.95),
-            )
+            for dim, rounds, radius, quantile, seen in tried
         ]
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [

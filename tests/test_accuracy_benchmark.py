@@ -23,14 +23,19 @@ def test_a_log_becomes_means_and_deviations_over_seeds(accuracy, tmp_path):
     log.add(task="icu", method="zero-shot", epsilon=None, delta=None, seed=0, score=60.0)
     for seed, score in ((1, 72.0), (0, 70.0)):
         log.add(task="icu", method="suggested", epsilon=1.0, delta=0.0, seed=seed, score=score)
-    choice = {"arguments": {"radius": 0.3}, "metric": {"quantile": "0.5"}}
+    choice = {"arguments": {"radius": 0.3}, "metric": {"quantile": "0.5"}, "views": True}
     log.add(task="icu", method="suggestion", epsilon=1.0, delta=0.0, seed=-1, **choice)
     log.add(task="icu", method="factor", epsilon=1.0, delta=0.0, seed=0, factor=2.1)
     log.add(task="sine", method="suggested", epsilon=1.0, delta=0.0, seed=0, score=1.0)
     found = accuracy.summary(log, "icu")
     assert [row["scores"] for row in found["rows"]] == [[60.0], [70.0, 72.0]]
     assert found["settings"] == [
-        {"method": "suggestion", "delta": 0.0, "epsilon": 1.0, "chosen": {"radius": 0.3, "quantile": "0.5"}},
+        {
+            "method": "suggestion",
+            "delta": 0.0,
+            "epsilon": 1.0,
+            "chosen": {"radius": 0.3, "quantile": "0.5", "views": True},
+        },
     ]
     text = accuracy.table(found)
     assert "| suggested, δ = 0 (2 seeds) | 71.0 ± 1.4 |" in text
