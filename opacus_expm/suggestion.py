@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ RECORDS = 14_336  # public records that take part
 _HELD_OUT = 0.25  # of them at least
 _STAND_INS = 6144  # at the most; the others judge
 _PUBLIC_ROLE = 2048  # of the stand-ins, for bounds and public curvature
+_FINALISTS = 3
 _LEADING = 800  # directions of the public metric
 _BATCH = 256
 _NOISE = 2.0  # of the default shift, in standard deviations of the inputs
@@ -92,8 +93,8 @@ class Suggestion:
         metric: of ``"preconditioned"``, damping and temperature; empty for the engine's default.
         public_loader: public records, shifted or as they are, which public projections need.
         views: of each record, or None.
-        tried: every candidate with what it was worth in the rehearsal, on average, best first: the share of held-out records
-            that were classified wrongly, or where targets are no classes the held-out loss.
+        tried: every candidate with what it was worth in the rehearsal, on average, best first, finalists before others: the
+            share of held-out records that were classified wrongly, or where targets are no classes the held-out loss.
         zero_shot: the same of the model as it is.
         judged_by: ``"error"`` or ``"loss"``.
     """
@@ -138,6 +139,24 @@ class Suggestion:
         return "\n".join(lines)
 
 
+@dataclass(eq=False)
+class _Trial:
+    """A candidate with what its rehearsals came to."""
+
+    candidate: Candidate
+    metric: dict[str, float] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    release: Any = None
+
+    def mean(self) -> float:
+        """Over the rehearsals so far."""
+        return float(np.mean(self.values))
+
+    def worth(self) -> tuple[bool, float]:
+        """To sort by: what is not a number last."""
+        return math.isnan(self.mean()), self.mean()
+
+
 def suggest(
     model: nn.Module,
     public_loader: DataLoader[Any],
@@ -150,6 +169,7 @@ def suggest(
     views: Views | None = None,
     candidates: Sequence[Candidate] | None = None,
     repeats: int = 2,
+    finals: int = 0,
     seed: int = 0,
 ) -> Suggestion:
     """Propose radius, dimension, projection, rounds, ridge and bounds for a private run, from public data alone.
@@ -174,6 +194,7 @@ def suggest(
             where noise decides.
         candidates: settings to try, ``default_candidates`` if None.
         repeats: rehearsals of each candidate, with fresh noise.
+        finals: further rehearsals of the three best, which noise may have put into the wrong order.
         seed: of the split, the shift and the rehearsals' noise, so that a suggestion can be found again.
 
     Raises:
@@ -185,6 +206,7 @@ def suggest(
     _check.fraction("delta", delta)
     _check.positive_int("n", n)
     _check.positive_int("repeats", repeats)
+    _check.count("finals", finals)
     _check.seed("seed", seed)
     module = check_module(model)
     plain, y = _records(public_loader)
@@ -205,18 +227,16 @@ def suggest(
     if delta > 0:  # the (ε, δ) whose μ is larger by n/n₀
         rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
     engine = ExpMQuadEngine(distributed=False)
-    results = []
     candidates = default_candidates(size, delta, views=views is not None) if candidates is None else candidates
     if not candidates:
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
     if views is None and any(candidate.seen for candidate in candidates):
         raise ValueError("views must be given for candidates with seen=True: a function from inputs to a list of them")
-    for candidate in candidates:
-        values = []
-        seen = views if candidate.seen else None
-        metric: dict[str, float] = {}
-        if candidate.damping_share is not None:
-            metric = engine.public_metric(
+
+    def rehearse(trial: _Trial, repeat: int) -> None:
+        candidate, seen = trial.candidate, views if trial.candidate.seen else None
+        if candidate.damping_share is not None and not trial.metric:
+            trial.metric = engine.public_metric(
                 module,
                 public[candidate.shifted],
                 candidate.proj_dim,
@@ -227,41 +247,48 @@ def suggest(
                 criterion=criterion,
                 views=seen,
             )
-        for repeat in range(repeats):
-            private = engine.make_private_expm(
-                module,
-                loader,
-                rehearsed_epsilon,
-                candidate.radius,
-                candidate.proj_dim,
-                delta=delta,
-                rounds=candidate.rounds,
-                projection=candidate.projection,
-                projection_seed=seed + 1000 * repeat,
-                public_loader=public[candidate.shifted],
-                public_rank=candidate.public_rank,
-                views=seen,
-                denoise=candidate.denoise,
-                criterion=criterion,
-                calibration="range" if delta == 0 else "gaussian",
-                noise_generator=np.random.default_rng([seed, repeat]),
-                progress=False,
-                **metric,  # type: ignore[arg-type]
-            )
-            values.append(value(private))
-        last = engine.accountant.releases[-1]
-        results.append((float(np.mean(values)), candidate, last, metric))
-    results.sort(key=lambda r: (math.isnan(r[0]), r[0]))
-    _, best, release, metric = results[0]
+        private = engine.make_private_expm(
+            module,
+            loader,
+            rehearsed_epsilon,
+            candidate.radius,
+            candidate.proj_dim,
+            delta=delta,
+            rounds=candidate.rounds,
+            projection=candidate.projection,
+            projection_seed=seed + 1000 * repeat,
+            public_loader=public[candidate.shifted],
+            public_rank=candidate.public_rank,
+            views=seen,
+            denoise=candidate.denoise,
+            criterion=criterion,
+            calibration="range" if delta == 0 else "gaussian",
+            noise_generator=np.random.default_rng([seed, repeat]),
+            progress=False,
+            **trial.metric,  # type: ignore[arg-type]
+        )
+        trial.values.append(value(private))
+        trial.release = engine.accountant.releases[-1]
+
+    trials = [_Trial(candidate) for candidate in candidates]
+    for trial, repeat in itertools.product(trials, range(repeats)):
+        rehearse(trial, repeat)
+    trials.sort(key=_Trial.worth)
+    finalists = trials[:_FINALISTS]
+    for trial, repeat in itertools.product(finalists, range(repeats, repeats + finals)):
+        rehearse(trial, repeat)
+    # Among themselves: whoever was behind after few rehearsals stays behind.
+    tried = sorted(finalists, key=_Trial.worth) + trials[_FINALISTS:]
+    best, metric, release = tried[0].candidate, tried[0].metric, tried[0].release
     return Suggestion(
         best,
-        release.regularization,  # type: ignore[union-attr]
-        release.max_grad_norm,  # type: ignore[union-attr]
-        release.max_curvature,  # type: ignore[union-attr]
+        release.regularization,
+        release.max_grad_norm,
+        release.max_curvature,
         {name: value for name, value in metric.items() if name in ("damping", "public_temperature")},
         public[best.shifted],
         views if best.seen else None,
-        tuple((candidate, mean) for mean, candidate, *_ in results),
+        tuple((trial.candidate, trial.mean()) for trial in tried),
         value(module),
         judged_by,
     )

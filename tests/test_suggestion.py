@@ -57,6 +57,30 @@ def test_a_suggestion_is_found_again_whatever_the_global_seed():
     assert [loss for _, loss in _suggest(seed=1).tried] != [loss for _, loss in first.tried]
 
 
+def test_the_best_three_are_rehearsed_again_among_themselves(monkeypatch):
+    """As if they had been rehearsed so often from the beginning; the others keep their places behind."""
+    candidates = [Candidate("stiefel", 3, 1, radius) for radius in (0.3, 0.4, 0.5, 50.0, 100.0)]
+    asked = []
+    original = ExpMQuadEngine.make_private_expm
+
+    def spy(self, model, loader, epsilon, radius, *arguments, **options):
+        asked.append((radius, options["projection_seed"]))
+        return original(self, model, loader, epsilon, radius, *arguments, **options)
+
+    monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
+    options = {"candidates": candidates, "epsilon": 0.05, "n": 300}
+    once = _suggest(repeats=1, **options)
+    asked.clear()
+    found = _suggest(repeats=1, finals=2, **options)
+    best = {c for c, _ in once.tried[:3]}
+    assert len(asked) == len(set(asked)) == 5 + 3 * 2
+    assert {c for c, _ in found.tried[:3]} == best
+    assert found.tried[3:] == once.tried[3:]
+    often = dict(_suggest(repeats=3, **options).tried)
+    assert dict(found.tried[:3]) == {c: often[c] for c in best} != dict(once.tried[:3])
+    assert found.tried[0][1] == min(often[c] for c in best)
+
+
 def test_more_records_mean_less_noise():
     """With few private records the large ball is drowned in noise; with many it is the quadratic that decides."""
     few = dict(_suggest(n=300, epsilon=0.05).tried)
@@ -190,6 +214,7 @@ def test_default_candidates_fit_the_model():
         ({"delta": 1.0}, "delta must be in"),
         ({"n": 0}, "n must be a positive integer"),
         ({"repeats": 0}, "repeats must be a positive integer"),
+        ({"finals": -1}, "finals must be a non-negative integer, got -1"),
         ({"seed": -1}, "seed must be a non-negative integer"),
         ({"candidates": []}, "candidates must not be empty"),
     ],
