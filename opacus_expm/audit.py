@@ -252,7 +252,8 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
         raise ValueError("an exact audit needs exact curvature: leave curvature_samples out, or use black_box")
     if settled.get("views") is not None and settled.get("max_curvature") != 0:
         raise ValueError(
-            "an exact audit needs exact curvature, and views have it probed: leave views out, or use black_box"
+            "an exact audit needs exact curvature, and views have it probed: pass max_curvature=0, leave views out, or use "
+            "black_box"
         )
     known = settled.get("public_loader") is not None or settled.get("bounds") == "paper"
     if not known and not _bounds_given(settled):

@@ -76,7 +76,7 @@ def test_one_view_is_the_record_itself():
 
 
 def test_the_mean_is_clipped_and_not_each_view():
-    """Two views that disagree: clipped one by one and added, they would move the sums by more than the bound."""
+    """Five views that agree: clipped one by one and added, they would move the sums by five times the bound."""
     model, x, y = problem(records=1)
     bound = 0.05
     moved = gather(model, x, y, views=lambda inputs: [inputs] * 5, max_grad_norm=bound).sums.gradient
@@ -141,7 +141,7 @@ def test_the_exact_loss_of_a_neighbour_is_within_epsilon():
 
 
 def test_bounds_are_measured_on_public_views_and_bought_from_private_ones():
-    """Views that make every gradient vanish on average leave smaller norms than the records themselves."""
+    """The bound is a quantile of the norms of means over views, where there are views."""
     model, x, y = problem(records=64)
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
     options = {"damping_share": 0.1, "criterion": nn.CrossEntropyLoss()}
