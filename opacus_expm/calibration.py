@@ -38,6 +38,7 @@ CALIBRATIONS = ("auto", "range", "gaussian", "paper")
 
 # The draw uses c·(1 − 1e-6): it absorbs the rounding of clipping and of long sums, which is not part of the proof.
 _ROUNDING_MARGIN = 1e-6
+_SPLITTING_MARGIN = 1e-10  # relative, on μ: more than the rounding of a total that is found as a root
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def allowances(
         return [Allowance(left, curves.bounded_range_for(left, delta), curves.gaussian_mu(left, delta))]
     spent = math.hypot(*map(curves.bounded_range_mu, prices))
     mu = curves.gaussian_mu(epsilon, delta)
-    mu = math.sqrt((mu - spent) * (mu + spent) / rounds) * (1 - 1e-12) if spent < mu else 0.0
+    mu = math.sqrt((mu - spent) * (mu + spent) / rounds) * (1 - _SPLITTING_MARGIN) if spent < mu else 0.0
     gaussian = Allowance(left / rounds, curves.bounded_range_within(mu), mu)
     if prices:
         return [gaussian if ridge and mu > 0 else pure]

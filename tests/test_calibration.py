@@ -162,7 +162,7 @@ def test_purchases_and_draws_together_spend_the_budget(epsilon, delta, shares, r
         assert math.fsum([*prices, by_mu]) == pytest.approx(epsilon, rel=1e-9)
     else:
         mu = math.hypot(*map(curves.bounded_range_mu, prices), math.sqrt(rounds) * way.mu)
-        assert curves.gaussian_epsilon(mu, delta) == pytest.approx(epsilon, rel=1e-9)
+        assert curves.gaussian_epsilon(mu, delta) == pytest.approx(epsilon, rel=1e-8)
 
 
 def test_wrong_splits_are_noticed():
