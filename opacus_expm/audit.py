@@ -250,7 +250,7 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
         raise ValueError("an exact audit is of one draw: rounds must be 1; audit rounds with black_box")
     if settled.get("curvature_samples") is not None:
         raise ValueError("an exact audit needs exact curvature: leave curvature_samples out, or use black_box")
-    if settled.get("views") is not None and settled.get("max_curvature") != 0:
+    if settled.get("views") is not None and _uses_curvature(settled):
         raise ValueError(
             "an exact audit needs exact curvature, and views have it probed: pass max_curvature=0, leave views out, or use "
             "black_box"
@@ -262,6 +262,12 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
             "bought bounds are random, and are for black_box"
         )
     return settled
+
+
+def _uses_curvature(arguments: Arguments) -> bool:
+    """Whether private curvature is gathered: with a public metric only where a bound on it is given."""
+    bound = arguments.get("max_curvature")
+    return bool(bound) or (bound is None and arguments.get("projection") != "preconditioned")
 
 
 def _bounds_given(arguments: Arguments) -> bool:

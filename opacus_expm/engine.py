@@ -47,7 +47,7 @@ from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, prop
 from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES, CLIPPINGS
-from opacus_expm.views import Views
+from opacus_expm.views import Views, check_views
 
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
@@ -579,8 +579,6 @@ class ExpMQuadEngine:
             views=views,
             **settings,
         )
-        if views is not None and bounds == "paper":
-            raise ValueError("views have no part in the source paper's practice: leave views or bounds='paper' out")
         bench.check_curvature(given["max_curvature"])
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
@@ -645,6 +643,7 @@ class ExpMQuadEngine:
         curvature_samples: int | None,
         progress: bool | None,
         bounds: str | None,
+        views: Views | None,
         **_: object,
     ) -> PublicCurvature | None:
         """Eigenpairs on public data where the projection needs them; computed once for a model and a loader."""
@@ -655,6 +654,9 @@ class ExpMQuadEngine:
         _check.temperature("public_temperature", public_temperature)
         if bounds is not None:
             _check.one_of("bounds", bounds, ("paper",))
+        check_views(views)
+        if views is not None and bounds == "paper":
+            raise ValueError("views have no part in the source paper's practice: leave views or bounds='paper' out")
         if projection not in PUBLIC_KINDS:
             return None
         if public_loader is None:
@@ -737,7 +739,7 @@ class ExpMQuadEngine:
         }
         shares = {"damping_share": damping_share, "quantile": quantile}
         with self._on_all_ranks(model=model, proj_dim=proj_dim, views=views, **shares, **measured):
-            curvature = self._public_curvature(model, proj_dim, damping=None, bounds=None, **measured)
+            curvature = self._public_curvature(model, proj_dim, damping=None, bounds=None, views=views, **measured)
             assert curvature is not None
             damping = damping_share * float(curvature.eigenvalues[0])
             subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)

@@ -51,7 +51,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
-from opacus_expm.views import EachView, Views, check_views, with_views
+from opacus_expm.views import EachView, Views, with_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -301,7 +301,6 @@ class Workbench:
             _check.one_of("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
         if curvature_samples is not None:
             _check.positive_int("curvature_samples", curvature_samples)
-        check_views(views)
         self._module = copy.deepcopy(module)
         self._working = working_copy(module)
         self._layout = Layout.of(self._working)

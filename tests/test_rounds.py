@@ -8,12 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Purchase, Release, composition, curves
+from opacus_expm.calibration import allowances
 
 FEATURES, RECORDS, DIM = 3, 40, 4
 GIVEN = {"max_grad_norm": 1.0, "max_curvature": 0.5}
@@ -203,6 +204,24 @@ def test_every_radius_is_checked(bad):
     with pytest.raises((TypeError, ValueError), match="radius must be"):
         engine.make_private_expm(make_model(), untouchable(), 1.0, [0.1, bad, 0.1], DIM, rounds=3, **OPTIONS, **GIVEN)
     assert len(engine.accountant) == 0
+
+
+@settings(max_examples=500)
+@example(0.0625, 1e-8, 2, [])
+@given(
+    st.floats(-4, 1.5).map(lambda x: 10**x),
+    st.floats(-12, -1).map(lambda x: 10**x),
+    st.integers(2, 16),
+    st.lists(st.floats(1e-3, 0.05), max_size=2),
+)
+def test_a_gaussian_split_adds_up_to_its_budget_and_no_more(epsilon, delta, rounds, shares):
+    """Not even by the rounding of a root: a declared budget admits a plan that has just its size."""
+    prices = [share * epsilon for share in shares]
+    way = allowances(epsilon, delta, prices=prices, rounds=rounds)[-1]
+    total = math.hypot(*[way.mu] * rounds, *map(curves.bounded_range_mu, prices))
+    assume(way.mu > 0)
+    assert curves.gaussian_epsilon(total, delta) <= epsilon
+    assert curves.gaussian_epsilon(total * (1 + 1e-6), delta) > epsilon
 
 
 CALIBRATIONS = st.sampled_from(["auto", "range", "gaussian", "paper"])

@@ -138,6 +138,12 @@ def test_the_exact_loss_of_a_neighbour_is_within_epsilon():
     assert all(0.1 < f.found <= 1.0 for f in findings)
     with pytest.raises(ValueError, match="views have it probed"):
         audit.audit_pair(model, with_it, without, {**arguments, "max_curvature": 1.0})
+    # A public metric leaves private curvature out by itself.
+    metric = {"projection": "preconditioned", "public_loader": with_it, "proj_dim": None}
+    findings = audit.audit_pair(model, with_it, without, {**arguments, **metric, "max_curvature": None}).findings
+    assert all(0.01 < f.found <= 1.0 for f in findings)
+    with pytest.raises(ValueError, match="views have it probed"):
+        audit.audit_pair(model, with_it, without, {**arguments, **metric, "max_curvature": 1.0})
 
 
 def test_bounds_are_measured_on_public_views_and_bought_from_private_ones():
@@ -212,6 +218,26 @@ def test_bad_views_are_refused_and_nothing_is_charged(views, error, message):
     with pytest.raises(error, match=message):
         engine.make_private_expm(model, loader, 1.0, 0.1, DIM, **options)
     assert len(engine.accountant) == 0
+
+
+def test_what_is_no_function_is_refused_before_public_curvature_is_computed():
+    model, x, y = problem()
+
+    class Untouchable(TensorDataset):
+        def __getitem__(self, index):
+            raise AssertionError("the public data was read")
+
+    public = DataLoader(Untouchable(x, y), batch_size=4)
+    for call in (
+        lambda engine: engine.public_metric(model, public, damping_share=0.1, views=3),
+        lambda engine: engine.make_private_expm(
+            model, public, 1.0, 0.1, None, projection="preconditioned", public_loader=public, views=3
+        ),
+    ):
+        with pytest.raises(TypeError, match="views must be a function"):
+            call(ExpMQuadEngine())
+    with pytest.raises(AssertionError, match="was read"):
+        ExpMQuadEngine().public_metric(model, public, damping_share=0.1, views=three)
 
 
 def test_views_have_no_part_in_the_papers_practice_nor_in_sequences():
