@@ -124,10 +124,10 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(mu, high) > delta:
         high *= 2
-    root = float(brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-300, rtol=1e-14))
+    root = float(brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-17, rtol=1e-14))
     step = _STEP_TO_SAFETY
     while gaussian_delta(mu, root) > delta:
-        root, step = root * (1 + step), 2 * step
+        root, step = root + step * max(root, 1e-6), 2 * step
     return root
 
 

@@ -93,6 +93,15 @@ def test_gaussian_inverses(epsilon, delta):
     assert curves.gaussian_delta(mu * 1.001, epsilon) > delta
 
 
+@given(st.floats(-8, 0).map(lambda x: 10**x), st.floats(-17, -0.1).map(lambda x: 10**x))
+def test_gaussian_epsilon_is_found_where_it_is_next_to_zero(mu, short):
+    """δ just below δ(0), down to the last bit: the statement still holds, and is still tight."""
+    delta = curves.gaussian_delta(mu, 0.0) * (1 - short)
+    epsilon = curves.gaussian_epsilon(mu, delta)
+    assert curves.gaussian_delta(mu, epsilon) <= delta
+    assert epsilon == 0 or curves.gaussian_delta(mu, epsilon * (1 - 1e-6) - 1e-14) > delta
+
+
 # --- The Gaussian curve below every bounded-range mechanism ---------------------------------------------------------
 
 TINY = [1e-300, 1e-20, 1e-12, 1e-9, 1e-6]
