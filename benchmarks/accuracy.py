@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, Subset  # noqa: E402
 
-from opacus_expm import ExpMQuadEngine, tasks  # noqa: E402
+from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks  # noqa: E402
 from opacus_expm.calibration import calibrate  # noqa: E402
 from opacus_expm.comparison import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
 from opacus_expm.journal import write_result  # noqa: E402
@@ -47,6 +47,7 @@ from opacus_expm.views import pixel_shifts  # noqa: E402
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5
 PUBLIC_RECORDS = 5000  # at the most
+BATCH = 64  # records at a time in our passes; a processor's caches hold no more
 TASKS = {  # no run changes a task
     name: functools.lru_cache(2)(make)
     for name, make in (("sine", tasks.sine), ("mnist", tasks.mnist), ("icu", tasks.icu))
@@ -65,9 +66,13 @@ METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math
 
 GRID = {
     "sine": DP_SGD_GRID[:2],
-    "mnist": (
-        {"learning_rate": (0.003, 0.01, 0.03, 0.1), "max_grad_norm": (1.0,), "sample_rate": (0.05,), "epochs": (10,)},
-        {"learning_rate": (0.003, 0.01, 0.03), "max_grad_norm": (1.0,), "sample_rate": (1.0,), "epochs": (20,)},
+    "mnist": tuple(
+        {"learning_rate": rates, "max_grad_norm": (norm,), "sample_rate": (share,), "epochs": (epochs,)}
+        for rates, norm, share, epochs in (
+            ((0.003, 0.01, 0.03, 0.1, 0.3), 1.0, 0.05, 10),
+            ((0.1, 0.3, 1.0), 0.1, 0.05, 10),
+            ((0.003, 0.01, 0.03), 1.0, 1.0, 20),
+        )
     ),
     "icu": DP_SGD_GRID,
 }
@@ -105,7 +110,14 @@ class Log:
 def loaders(task):
     """Private records, and public ones for bounds and public curvature."""
     few = Subset(task.public, range(min(len(task.public), PUBLIC_RECORDS)))
-    return DataLoader(task.private, batch_size=512), DataLoader(few, batch_size=512)
+    return DataLoader(task.private, batch_size=BATCH), DataLoader(few, batch_size=BATCH)
+
+
+@functools.lru_cache(2)
+def prepared(name: str, seed: int):
+    """A task, its loaders, and an engine, which keeps the curvature of the public one for every budget."""
+    task = TASKS[name](seed)
+    return task, *loaders(task), ExpMQuadEngine()
 
 
 def one_pass(name: str, method: str, seed: int):
@@ -136,9 +148,8 @@ def one_pass(name: str, method: str, seed: int):
 
 def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Log) -> dict:
     """One release by a method whose bounds or rounds depend on the budget; its score and what the ledger says."""
-    task = TASKS[name](seed)
-    private, public = loaders(task)
-    engine = ExpMQuadEngine()
+    task, private, public, engine = prepared(name, seed)
+    engine.accountant = ExpMAccountant()  # each release is the only one
     radius, k = ONE_SHOT[name]
     common = {"delta": delta, "criterion": task.criterion, "progress": False}
     if method == "five arguments":
@@ -159,7 +170,7 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
         found = advice["arguments"]
         views = VIEWS[name] if advice["views"] else None
         if advice["shifted"]:
-            public = DataLoader(shifted_records(public, seed=seed), batch_size=512)
+            public = DataLoader(shifted_records(public, seed=seed), batch_size=BATCH)
         if advice["metric"]:  # a rule for this scale of the model's own public data
             rule = {key: float(value) for key, value in advice["metric"].items()}
             rule |= {"public_rank": found["public_rank"], "views": views, "criterion": task.criterion}
@@ -178,8 +189,8 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
         task = TASKS[name](0)
         often = {"repeats": 1, "finals": 2} if name == "mnist" else {"repeats": 5}
         choice = suggest(
-            task.model, DataLoader(task.public, batch_size=512), epsilon, delta, len(task.private), criterion=task.criterion,
-            views=VIEWS.get(name), **often,
+            task.model, DataLoader(task.public, batch_size=BATCH), epsilon, delta, len(task.private),
+            criterion=task.criterion, views=VIEWS.get(name), **often,
         )  # fmt: skip
         best = choice.candidate
         left_out = ("public_loader", "views", *choice.metric)
@@ -318,32 +329,35 @@ def table(found: dict) -> str:
 
 
 def plot(found: dict, path: str) -> None:
-    """Mean against ε, with bars of one standard deviation."""
+    """Mean against ε, with bars of one standard deviation: pure guarantees to the left, (ε, δ) to the right."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
-    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), ("o", "s", "^", "d")))
-    for method, delta in dict.fromkeys((r["method"], r["delta"]) for r in found["rows"]):
-        line, marker = next(styles)
-        chosen = [r for r in found["rows"] if (r["method"], r["delta"]) == (method, delta)]
-        mean = np.array([np.mean(r["scores"]) for r in chosen])
-        std = np.array([np.std(r["scores"], ddof=1) if len(r["scores"]) > 1 else 0.0 for r in chosen])
-        if delta is None:
-            axes.axhline(mean[0], color="0.6", linestyle=line, linewidth=1)
-            axes.annotate(
-                method, (0.99, mean[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-            )
-            continue
-        epsilons = [r["epsilon"] for r in chosen]
-        label = f"{method}, δ = {delta:g}"
-        axes.errorbar(
-            epsilons, mean, std, fmt=line, marker=marker, markersize=4, elinewidth=0.7, capsize=2, label=label
-        )
-    axes.set_xscale("log")
-    axes.set_xlabel("ε")
-    axes.set_ylabel("test loss" if found["task"] == "sine" else "test accuracy, %")
-    axes.set_title(f"{found['task']}: fine-tuning at equal privacy")
-    figure.legend(loc="outside right center", fontsize=8)
+    deltas = sorted({r["delta"] for r in found["rows"] if r["delta"] is not None})
+    figure, panels = plt.subplots(
+        1, len(deltas), figsize=(5.5 * len(deltas), 4.8), layout="constrained", sharey=True, squeeze=False
+    )
+    names = dict.fromkeys(r["method"] for r in found["rows"] if r["delta"] is not None)
+    style = {name: (f"C{i % 10}", "os^dvP*X<"[i % 9]) for i, name in enumerate(names)}
+    drawn = {}
+    for axes, delta in zip(panels[0], deltas, strict=True):
+        for name in (name for name in ("zero-shot", "non-private") if any(r["method"] == name for r in found["rows"])):
+            [level] = [np.mean(r["scores"]) for r in found["rows"] if r["method"] == name]
+            axes.axhline(level, color="0.6", linewidth=1)
+            axes.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        for name, (color, marker) in style.items():
+            chosen = [r for r in found["rows"] if (r["method"], r["delta"]) == (name, delta)]
+            if chosen:
+                mean = [np.mean(r["scores"]) for r in chosen]
+                std = [np.std(r["scores"], ddof=1) if len(r["scores"]) > 1 else 0.0 for r in chosen]
+                epsilons = [r["epsilon"] for r in chosen]
+                drawn[name] = axes.errorbar(
+                    epsilons, mean, std, color=color, marker=marker, markersize=5, elinewidth=0.7, capsize=2
+                )
+        axes.set_xscale("log")
+        axes.set_xlabel("ε")
+        axes.set_title(f"{found['task']}, δ = {delta:g}")
+    panels[0, 0].set_ylabel("test loss" if found["task"] == "sine" else "test accuracy, %")
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=130)
 
 
