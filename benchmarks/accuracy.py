@@ -337,13 +337,13 @@ def plot(found: dict, path: str) -> None:
         1, len(deltas), figsize=(5.5 * len(deltas), 4.8), layout="constrained", sharey=True, squeeze=False
     )
     names = dict.fromkeys(r["method"] for r in found["rows"] if r["delta"] is not None)
-    style = {name: (f"C{i % 10}", "os^dvP*X<"[i % 9]) for i, name in enumerate(names)}
+    style = {name: (f"C{i}", "os^dvP*X<"[i]) for i, name in enumerate(names)}
     drawn = {}
     for axes, delta in zip(panels[0], deltas, strict=True):
-        for name in (name for name in ("zero-shot", "non-private") if any(r["method"] == name for r in found["rows"])):
-            [level] = [np.mean(r["scores"]) for r in found["rows"] if r["method"] == name]
-            axes.axhline(level, color="0.6", linewidth=1)
-            axes.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        for r in (r for r in found["rows"] if r["delta"] is None):
+            place = (0.99, np.mean(r["scores"]))
+            axes.axhline(place[1], color="0.6", linewidth=1)
+            axes.annotate(r["method"], place, xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         for name, (color, marker) in style.items():
             chosen = [r for r in found["rows"] if (r["method"], r["delta"]) == (name, delta)]
             if chosen:

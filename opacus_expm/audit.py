@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import _check, data
 from opacus_expm.accountant import NoGuarantee
+from opacus_expm.bounds import Bounds, checked_bounds
 from opacus_expm.calibration import calibrate
 from opacus_expm.comparison import dp_sgd, markdown
 from opacus_expm.density import Array, BallGaussian
@@ -250,13 +251,13 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
         raise ValueError("an exact audit is of one draw: rounds must be 1; audit rounds with black_box")
     if settled.get("curvature_samples") is not None:
         raise ValueError("an exact audit needs exact curvature: leave curvature_samples out, or use black_box")
-    if settled.get("views") is not None and _uses_curvature(settled):
+    if settled.get("views") is not None and _bounds(settled)["max_curvature"] != 0:
         raise ValueError(
             "an exact audit needs exact curvature, and views have it probed: pass max_curvature=0, leave views out, or use "
             "black_box"
         )
     known = settled.get("public_loader") is not None or settled.get("bounds") == "paper"
-    if not known and not _bounds_given(settled):
+    if not known and None in _bounds(settled).values():
         raise ValueError(
             "an exact audit needs public bounds: pass max_grad_norm and max_curvature or a public_loader in arguments; "
             "bought bounds are random, and are for black_box"
@@ -264,16 +265,10 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
     return settled
 
 
-def _uses_curvature(arguments: Arguments) -> bool:
-    """Whether private curvature is gathered: with a public metric only where a bound on it is given."""
-    bound = arguments.get("max_curvature")
-    return bool(bound) or (bound is None and arguments.get("projection") != "preconditioned")
-
-
-def _bounds_given(arguments: Arguments) -> bool:
-    """Whether nothing has to be bought."""
-    one_bound = arguments.get("clipping") == "joint" or arguments.get("projection") == "preconditioned"
-    return arguments.get("max_grad_norm") is not None and (one_bound or arguments.get("max_curvature") is not None)
+def _bounds(arguments: Arguments) -> Bounds:
+    """As the engine reads them: None where one has to be measured or bought."""
+    bounds = arguments.get("max_grad_norm"), arguments.get("max_curvature")
+    return checked_bounds(*bounds, arguments.get("projection", "stiefel"), arguments.get("clipping", "separate"))
 
 
 # --- the worst that the clipping bounds allow -------------------------------------------------------------------------
@@ -598,7 +593,7 @@ def black_box(
         settled["nominal_size"] = data.dataset_size(data.check_loader(loader))
     if draws_per_pass > 1:
         fixed = settled.get("proj_dim") is None or settled.get("projection_seed") is not None
-        if not fixed or not _bounds_given(settled) or settled.get("rounds", 1) != 1:
+        if not fixed or None in _bounds(settled).values() or settled.get("rounds", 1) != 1:
             raise ValueError(
                 "draws_per_pass > 1 needs passes without randomness: give max_grad_norm, max_curvature and projection_seed "
                 "and leave rounds out, or use draws_per_pass=1"

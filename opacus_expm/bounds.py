@@ -19,8 +19,11 @@ from typing import Protocol
 
 import numpy as np
 
+from opacus_expm import _check
 from opacus_expm.density import Array
+from opacus_expm.sums import CLIPPINGS
 
+Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
 GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
 GRID.flags.writeable = False
@@ -32,6 +35,24 @@ class Uniforms(Protocol):
 
     def random(self, count: int) -> Array:
         """Uniform on [0, 1)."""
+
+
+def checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:
+    """The bounds as given, by name; no private curvature by default where public curvature serves."""
+    _check.one_of("clipping", clipping, CLIPPINGS)
+    if clipping == "joint" and max_curvature:
+        raise ValueError(
+            f"max_curvature={max_curvature!r} has no meaning with clipping='joint', where max_grad_norm bounds both; leave "
+            "it out"
+        )
+    if max_curvature is None and projection == "preconditioned":
+        max_curvature = 0.0
+    if max_curvature is None and clipping == "joint":
+        return {**checked_bounds(max_grad_norm, 0.0, projection, clipping), "max_curvature": math.inf}
+    return {
+        "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
+        "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
+    }
 
 
 def quantile_epsilon(epsilon: float, nominal_size: int, quantile: float) -> float:

@@ -29,7 +29,16 @@ from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
 from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
-from opacus_expm.bounds import QUANTILES, Uniforms, grid_counts, private_quantile, quantile_epsilon, warn_if_unreliable
+from opacus_expm.bounds import (
+    QUANTILES,
+    Bounds,
+    Uniforms,
+    checked_bounds,
+    grid_counts,
+    private_quantile,
+    quantile_epsilon,
+    warn_if_unreliable,
+)
 from opacus_expm.calibration import (
     Allowance,
     Calibration,
@@ -46,10 +55,9 @@ from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_no
 from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
 from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
-from opacus_expm.sums import ADJACENCIES, CLIPPINGS
+from opacus_expm.sums import ADJACENCIES
 from opacus_expm.views import Views, check_views
 
-Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 _OWN = {"noise_generator", "progress", "pieces"}  # of a rank: the sums do not depend on them
@@ -365,7 +373,7 @@ class ExpMQuadEngine:
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
         )
-        given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
+        given = checked_bounds(max_grad_norm, max_curvature, projection, clipping)
         missing = [name for name, value in given.items() if value is None]
         if missing and public_loader is None:
             raise ValueError(
@@ -490,7 +498,7 @@ class ExpMQuadEngine:
         settings: dict[str, Any] = {"epsilon": epsilon, "radius": radius, "projection_seed": projection_seed}
         asked = {"max_grad_norm": max_grad_norm, "max_curvature": max_curvature}
         with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **settings, **asked, **options):
-            given = _checked_bounds(max_grad_norm, max_curvature, projection, clipping)
+            given = checked_bounds(max_grad_norm, max_curvature, projection, clipping)
             if projection_seed is not None:
                 _check.seed("projection_seed", projection_seed)
             elif private_checkpoint is not None:
@@ -1069,7 +1077,7 @@ class ExpMQuadEngine:
             self._check_release(epsilon, delta, r, regularization, options["adjacency"], calibration)
         check_noise_generator(options["noise_generator"])  # a wrong type must not cost a pass
         self._sampler(sampler)
-        given = _checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
+        given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
@@ -1285,24 +1293,6 @@ def _full_space(model: nn.Module, **settings: Any) -> Workbench:
     size = sum(p.numel() for p in check_module(model).parameters() if p.requires_grad)
     records = min(256, max(16, _WIDE_BYTES // (16 * 8 * size)))
     return Workbench(model, subspace=Subspace("sparse", None, 0), pieces=data.Pieces(records), **settings)
-
-
-def _checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:
-    """The bounds as given, by name; no private curvature by default where public curvature serves."""
-    _check.one_of("clipping", clipping, CLIPPINGS)
-    if clipping == "joint" and max_curvature:
-        raise ValueError(
-            f"max_curvature={max_curvature!r} has no meaning with clipping='joint', where max_grad_norm bounds both; leave "
-            "it out"
-        )
-    if max_curvature is None and projection == "preconditioned":
-        max_curvature = 0.0
-    if max_curvature is None and clipping == "joint":
-        return {**_checked_bounds(max_grad_norm, 0.0, projection, clipping), "max_curvature": math.inf}
-    return {
-        "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
-        "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
-    }
 
 
 def _check_denoise(denoise: bool, max_curvature: float | None) -> None:
