@@ -174,6 +174,7 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
         if advice["metric"]:  # a rule for this scale of the model's own public data
             rule = {key: float(value) for key, value in advice["metric"].items()}
             rule |= {"public_rank": found["public_rank"], "views": views, "criterion": task.criterion}
+            rule |= {"parameter_scales": found.get("parameter_scales")}
             found = found | engine.public_metric(task.model, public, found["proj_dim"], **rule)
             found["regularization"] = None
         module = engine.make_private_expm(
@@ -193,7 +194,7 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
             criterion=task.criterion, views=VIEWS.get(name), **often,
         )  # fmt: skip
         best = choice.candidate
-        left_out = ("public_loader", "views", *choice.metric)
+        left_out = ("public_loader", "views", "damping", "public_temperature")  # measured for each seed
         arguments = {k: v for k, v in choice.arguments().items() if k not in left_out}
         metric = {}
         if best.damping_share is not None:

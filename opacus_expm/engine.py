@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Concatenate, NoReturn, ParamSpec
@@ -47,7 +47,7 @@ from opacus_expm.calibration import (
     check_request,
     default_regularization,
 )
-from opacus_expm.model import check_module, check_resolution, digest
+from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
 from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
@@ -143,6 +143,7 @@ class ExpMQuadEngine:
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
         public_temperature: float = 1.0,
+        parameter_scales: Mapping[str, float] | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -189,6 +190,9 @@ class ExpMQuadEngine:
             public_temperature: τ ≥ 1, by which outputs are divided where public curvature is computed. A model is surer of
                 public records than it will be of private ones, so that their curvature is too small; ``math.inf`` measures
                 how the outputs move, whatever the model is sure of. Squared errors do not depend on it.
+            parameter_scales: public positive numbers by parameter name, 1 where none is given: units in which parameters are
+                measured by ``"public"`` and ``"preconditioned"``, so that those with a larger one move further (see
+                ``opacus_expm.scales``).
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
@@ -232,6 +236,7 @@ class ExpMQuadEngine:
             "public_rank": public_rank,
             "damping": damping,
             "public_temperature": public_temperature,
+            "parameter_scales": parameter_scales,
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
@@ -292,6 +297,7 @@ class ExpMQuadEngine:
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
         public_temperature: float = 1.0,
+        parameter_scales: Mapping[str, float] | None = None,
         nominal_size: int | None = None,
         curvature_samples: int | None = None,
         views: Views | None = None,
@@ -335,6 +341,7 @@ class ExpMQuadEngine:
             public_rank: likewise.
             damping: likewise.
             public_temperature: likewise.
+            parameter_scales: likewise.
             nominal_size: likewise.
             curvature_samples: likewise.
             views: likewise.
@@ -403,6 +410,7 @@ class ExpMQuadEngine:
             public_rank=public_rank,
             damping=damping,
             public_temperature=public_temperature,
+            parameter_scales=parameter_scales,
             nominal_size=nominal_size,
             grad_sample_mode=grad_sample_mode,
             curvature_samples=curvature_samples,
@@ -455,6 +463,7 @@ class ExpMQuadEngine:
         public_rank: int = PUBLIC_RANK,
         damping: float | None = None,
         public_temperature: float = 1.0,
+        parameter_scales: Mapping[str, float] | None = None,
         nominal_size: int | None = None,
         grad_sample_mode: str | None = None,
         curvature_samples: int | None = None,
@@ -487,6 +496,7 @@ class ExpMQuadEngine:
             "public_rank": public_rank,
             "damping": damping,
             "public_temperature": public_temperature,
+            "parameter_scales": parameter_scales,
             "nominal_size": nominal_size,
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
@@ -557,6 +567,7 @@ class ExpMQuadEngine:
         public_rank: int,
         damping: float | None,
         public_temperature: float,
+        parameter_scales: Mapping[str, float] | None,
         nominal_size: int | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
@@ -646,6 +657,7 @@ class ExpMQuadEngine:
         public_rank: int,
         damping: float | None,
         public_temperature: float,
+        parameter_scales: Mapping[str, float] | None,
         criterion: Callable[[Tensor, Tensor], Tensor] | None,
         grad_sample_mode: str | None,
         curvature_samples: int | None,
@@ -660,12 +672,19 @@ class ExpMQuadEngine:
         if damping is not None:
             _check.positive("damping", damping)
         _check.temperature("public_temperature", public_temperature)
+        layout = Layout.of(check_module(model))
+        scales = None if parameter_scales is None else layout.spread("parameter_scales", parameter_scales)
         if bounds is not None:
             _check.one_of("bounds", bounds, ("paper",))
         check_views(views)
         if views is not None and bounds == "paper":
             raise ValueError("views have no part in the source paper's practice: leave views or bounds='paper' out")
         if projection not in PUBLIC_KINDS:
+            if scales is not None:
+                raise ValueError(
+                    f"parameter_scales have no meaning with projection={projection!r}: leave them out, or use "
+                    "projection='preconditioned' or 'public'"
+                )
             return None
         if public_loader is None:
             raise ValueError(
@@ -680,6 +699,7 @@ class ExpMQuadEngine:
             id(criterion),
             curvature_samples,
             public_temperature,
+            None if scales is None else tensor_digest(scales),
             digest(check_module(model)),
         )
         if key not in self._curvatures:
@@ -693,10 +713,10 @@ class ExpMQuadEngine:
             # Loader and criterion are kept with the result, so that their ids stay their own.
             self._curvatures[key] = (
                 (public_loader, criterion),
-                bench.public_curvature(public_loader, rank, public_temperature),
+                bench.public_curvature(public_loader, rank, public_temperature, scales),
             )
         found = self._curvatures[key][1]
-        self._ranks.adopt([found.eigenvalues, found.vectors])
+        self._ranks.adopt(found.tensors())
         return found
 
     def public_metric(
@@ -708,10 +728,11 @@ class ExpMQuadEngine:
         damping_share: float,
         quantile: float = QUANTILES["max_grad_norm"],
         public_temperature: float = 1.0,
+        parameter_scales: Mapping[str, float] | None = None,
         public_rank: int = PUBLIC_RANK,
         criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
         views: Views | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Arguments of ``make_private_expm`` for ``"preconditioned"`` rounds without private curvature, from public data.
 
         Args:
@@ -721,12 +742,13 @@ class ExpMQuadEngine:
             damping_share: h₀ as a share of the largest eigenvalue of the public curvature.
             quantile: of the public records' gradient norms in this metric, for C_g. A large one clips less.
             public_temperature: likewise.
+            parameter_scales: likewise.
             public_rank: likewise.
             criterion: likewise.
             views: likewise; of the norms, not of the curvature.
 
         Returns:
-            ``damping``, ``public_temperature``, ``max_grad_norm`` and ``max_curvature`` = 0.
+            ``damping``, ``public_temperature``, ``max_grad_norm``, ``max_curvature`` = 0, and ``parameter_scales`` if given.
 
         **Privacy:** uses no private data.
         """
@@ -743,6 +765,7 @@ class ExpMQuadEngine:
             "public_loader": public_loader,
             "public_rank": public_rank,
             "public_temperature": public_temperature,
+            "parameter_scales": parameter_scales,
             **settings,
         }
         shares = {"damping_share": damping_share, "quantile": quantile}
@@ -760,6 +783,7 @@ class ExpMQuadEngine:
                 "public_temperature": public_temperature,
                 "max_grad_norm": float(self._ranks.from_leader(bound)),  # ranks may round differently
                 "max_curvature": 0.0,
+                **({} if parameter_scales is None else {"parameter_scales": parameter_scales}),
             }
 
     def _paper_bounds(self, model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> Bounds:

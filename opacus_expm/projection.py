@@ -280,6 +280,60 @@ class Preconditioned:
         return plain - self.vectors @ (self.shrinkage * (self.vectors.T @ plain))
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A = D·B: a projection B of parameters measured in units of their own, D = diag(scales) > 0.
+
+    Where one unit of a bias counts for as much as three of a weight, three times as large a step is taken along it, for
+    the same radius and the same bound.
+    """
+
+    inner: Projection
+    scales: Tensor = field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """Of the projection B."""
+        return self.inner.kind
+
+    @property
+    def seed(self) -> int | None:
+        """Of the projection B."""
+        return self.inner.seed
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.inner.size
+
+    @property
+    def dim(self) -> int:
+        """K."""
+        return self.inner.dim
+
+    @property
+    def width(self) -> int:
+        """Of the projection B."""
+        return self.inner.width
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Add Bᵀ(D·rows)."""
+        self.inner.add_projected(out, rows * self.scales[start : start + rows.shape[1]], start)
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """The same for looked-up rows."""
+        table = self.scales[start : start + count * values.shape[2]].view(count, -1)
+        self.inner.add_looked_up(out, values * table[index], index, count, start)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """As the projection B does."""
+        return self.inner.finish(out)
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """D(Bξ)."""
+        return self.scales * self.inner.lift(coordinates).to(self.scales)
+
+
 def _table(values: Tensor, index: Tensor, count: int) -> Tensor:
     """The (N, count·d) table whose row ``index[n, t]`` is the sum of its ``values[n, t]``."""
     size, _, width = values.shape
@@ -294,10 +348,16 @@ class PublicCurvature:
     Attributes:
         eigenvalues: h, descending (rank,).
         vectors: V, orthonormal columns (p, rank).
+        scales: D, units of the parameters (p,) in which the matrix is taken, which is then DHD; None for H itself.
     """
 
     eigenvalues: Tensor = field(repr=False)
     vectors: Tensor = field(repr=False)
+    scales: Tensor | None = field(default=None, repr=False)
+
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of."""
+        return [self.eigenvalues, self.vectors, *([] if self.scales is None else [self.scales])]
 
     @classmethod
     def of_rows(cls, rows: Tensor, records: int, rank: int, seed: int) -> PublicCurvature:
@@ -337,7 +397,8 @@ class Subspace:
         """Tensors and plain values; public."""
         found: dict[str, Any] = {"kind": self.kind, "dim": self.dim, "seed": self.seed, "damping": self.damping}
         if self.curvature is not None:
-            found |= {"eigenvalues": self.curvature.eigenvalues, "vectors": self.curvature.vectors.cpu()}
+            names = ("eigenvalues", "vectors", "scales")
+            found |= {name: tensor.cpu() for name, tensor in zip(names, self.curvature.tensors(), strict=False)}
         return found
 
     @classmethod
@@ -350,7 +411,9 @@ class Subspace:
         try:
             kind, dim, seed, damping = (content[name] for name in ("kind", "dim", "seed", "damping"))
             public = kind in PUBLIC_KINDS
-            curvature = PublicCurvature(content["eigenvalues"], content["vectors"]) if public else None
+            curvature = None
+            if public:
+                curvature = PublicCurvature(content["eigenvalues"], content["vectors"], content.get("scales"))
         except (KeyError, TypeError) as error:
             raise ValueError("this is no projection") from error
         return cls(kind, dim, seed, curvature, damping)
@@ -363,7 +426,15 @@ class Subspace:
         """
         if self.curvature is None:
             return make_projection(self.kind, size, self.dim, self.seed, device=device, dtype=dtype)
-        vectors = self.curvature.vectors.to(device, dtype)
+        built = self._by_curvature(self.curvature, size, device, dtype)
+        scales = self.curvature.scales
+        return built if scales is None else Scaled(built, scales.to(device, dtype))
+
+    def _by_curvature(
+        self, curvature: PublicCurvature, size: int, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
+        """The map for the last two kinds, of parameters in the units of the curvature."""
+        vectors = curvature.vectors.to(device, dtype)
         if self.kind == "public":
             if self.dim is None:
                 raise ValueError("proj_dim must be a number with projection='public': the number of eigenvectors")
@@ -378,7 +449,7 @@ class Subspace:
             base = Stiefel(vectors[:, : self.dim].contiguous(), None, kind="public")
         else:
             base = make_projection("sparse", size, self.dim, self.seed, device=device, dtype=dtype)
-        values = self.curvature.eigenvalues.clamp(min=0)
+        values = curvature.eigenvalues.clamp(min=0)
         # An eigenvalue that is nothing but rounding would make a metric of nothing but rounding.
         damping = max(float(values[-1]), _LEAST_DAMPING * float(values[0])) if self.damping is None else self.damping
         if damping <= 0:

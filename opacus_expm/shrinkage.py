@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from opacus_expm.model import Layout
-from opacus_expm.projection import FullSpace, Preconditioned, Projection, Sparse
+from opacus_expm.projection import FullSpace, Preconditioned, Projection, Scaled, Sparse
 
 Array = npt.NDArray[np.float64]
 
@@ -55,6 +55,8 @@ def shrunk(coordinates: Array, variance: float, projection: Projection, layout: 
         projection: the map A from ξ to the parameters; its eigenvectors, if any, give the bands.
         layout: of the parameters, whose shapes give the groups of the full space.
     """
+    if isinstance(projection, Scaled):  # the draw's coordinates are those of parameters in their own units
+        projection = projection.inner
     base = projection.base if isinstance(projection, Preconditioned) else projection
     if isinstance(base, Sparse) or base.kind == "stiefel":
         return _james_stein(coordinates, len(coordinates), variance)

@@ -118,7 +118,7 @@ class Statistics(PrivateValues):
             # No projection of the full space is drawn.
             "projection_seed": self.subspace.seed if self.projection.seed is not None else None,
             "damping": self.subspace.damping,
-            "public curvature": None if curvature is None else tensor_digest(curvature.eigenvalues, curvature.vectors),
+            "public curvature": None if curvature is None else tensor_digest(*curvature.tensors()),
             "criterion": self.criterion,
             "curvature_samples": self.curvature_samples,
             "views": self.views,
@@ -329,13 +329,17 @@ class Workbench:
         norms = self._in_memory(public_loader, "public_loader", once)
         return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
-    def public_curvature(self, public_loader: DataLoader[Any], rank: int, temperature: float) -> PublicCurvature:
+    def public_curvature(
+        self, public_loader: DataLoader[Any], rank: int, temperature: float, scales: Tensor | None
+    ) -> PublicCurvature:
         """Leading eigenpairs of the Gauss-Newton matrix, on as many public records as fit into ``PUBLIC_BYTES``.
 
-        The loss is that of the outputs divided by ``temperature`` (see ``criteria.Softened``).
+        The loss is that of the outputs divided by ``temperature`` (see ``criteria.Softened``), the parameters those in the
+        units ``scales``.
 
         The workbench's own subspace must be the full space.
         """
+        units = None if scales is None else scales.to(self._device, self._dtype)
 
         def once() -> PublicCurvature:
             kept: list[Tensor] = []
@@ -343,11 +347,13 @@ class Workbench:
             for batch in self._records(public_loader, "public_loader", True, temperature):
                 assert batch.factors is not None
                 rows = batch.factors.flatten(0, 1).to(self._dtype)
+                if units is not None:
+                    rows = rows * units
                 if kept and size + rows.nbytes > PUBLIC_BYTES:
                     break
                 kept.append(rows)
                 records, size = records + len(batch.gradients), size + rows.nbytes
-            return PublicCurvature.of_rows(torch.cat(kept), records, rank, seed=0)
+            return replace(PublicCurvature.of_rows(torch.cat(kept), records, rank, seed=0), scales=units)
 
         return self._in_memory(public_loader, "public_loader", once)
 

@@ -7,6 +7,7 @@ private is touched, so the choice costs no privacy, however many candidates are 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from opacus_expm import _check, curves, data
 from opacus_expm.bounds import QUANTILES
 from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
 from opacus_expm.model import check_module, evaluation_mode
+from opacus_expm.scales import measured_scales
 from opacus_expm.views import Views
 
 RECORDS = 14_336  # public records that take part
@@ -54,6 +56,8 @@ class Candidate:
             step, and small bounds mean less noise.
         public_rank: eigenpairs of the public curvature.
         seen: whether records count with the mean over their views, which ``suggest`` is then given.
+        scaled: with ``damping_share``, whether parameters are measured in units that suit the shift
+            (see ``opacus_expm.scales``).
     """
 
     projection: str
@@ -67,6 +71,7 @@ class Candidate:
     shifted: bool = True
     public_rank: int = PUBLIC_RANK
     seen: bool = False
+    scaled: bool = False
 
     def __str__(self) -> str:
         space = "the full space" if self.proj_dim is None else f"{self.proj_dim} dimensions"
@@ -78,6 +83,7 @@ class Candidate:
             text += f", bound at {self.quantile:g} of the norms"
         text += ", denoised" if self.denoise else ""
         text += ", views" if self.seen else ""
+        text += ", scaled" if self.scaled else ""
         return text + ("" if self.shifted else ", bounds from records as they are")
 
 
@@ -90,7 +96,7 @@ class Suggestion:
         regularization: λ.
         max_grad_norm: C_g.
         max_curvature: C_H.
-        metric: of ``"preconditioned"``, damping and temperature; empty for the engine's default.
+        metric: of ``"preconditioned"``, damping, temperature and units of the parameters; empty for the engine's default.
         public_loader: public records, shifted or as they are, which public projections need.
         views: of each record, or None.
         tried: every candidate with what it was worth in the rehearsal, on average, best first, finalists before others: the
@@ -103,7 +109,7 @@ class Suggestion:
     regularization: float
     max_grad_norm: float
     max_curvature: float
-    metric: dict[str, float]
+    metric: dict[str, Any]
     public_loader: DataLoader[Any]
     views: Views | None
     tried: tuple[tuple[Candidate, float], ...]
@@ -144,7 +150,7 @@ class _Trial:
     """A candidate with what its rehearsals came to."""
 
     candidate: Candidate
-    metric: dict[str, float] = field(default_factory=dict)
+    metric: dict[str, Any] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
     release: Any = None
 
@@ -214,7 +220,8 @@ def suggest(
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
     kept = min(len(x) - max(1, int(_HELD_OUT * len(x))), _STAND_INS)
     held_out = (x[order[kept:]], y[order[kept:]])
-    loader = DataLoader(TensorDataset(x[order[:kept]], y[order[:kept]]), batch_size=_BATCH)
+    stand_ins = TensorDataset(x[order[:kept]], y[order[:kept]])
+    loader = DataLoader(stand_ins, batch_size=_BATCH)
     own = order[:kept][:_PUBLIC_ROLE]
     public = {
         shifted: DataLoader(TensorDataset(inputs[own], y[own]), batch_size=_BATCH)
@@ -232,11 +239,38 @@ def suggest(
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
     if views is None and any(candidate.seen for candidate in candidates):
         raise ValueError("views must be given for candidates with seen=True: a function from inputs to a list of them")
+    if any(candidate.scaled and candidate.damping_share is None for candidate in candidates):
+        raise ValueError(
+            "damping_share must be given for candidates with scaled=True: units are measured in its metric"
+        )
+
+    def units(trial: _Trial) -> dict[str, float]:
+        """Of the parameters, from either half of the stand-ins."""
+        candidate = trial.candidate
+        halves = [
+            engine.gather(
+                module,
+                DataLoader(half, batch_size=_BATCH),
+                candidate.proj_dim,
+                projection=candidate.projection,
+                projection_seed=seed,
+                public_loader=public[candidate.shifted],
+                public_rank=candidate.public_rank,
+                views=views if candidate.seen else None,
+                criterion=criterion,
+                progress=False,
+                **trial.metric,
+            )
+            for half in (Subset(stand_ins, range(kept // 2)), Subset(stand_ins, range(kept // 2, kept)))
+        ]
+        gradients = [statistics.sums.gradient for statistics in halves]
+        return measured_scales(halves[0].layout, halves[0].projection, *gradients, seed=seed)
 
     def rehearse(trial: _Trial, repeat: int) -> None:
         candidate, seen = trial.candidate, views if trial.candidate.seen else None
         if candidate.damping_share is not None and not trial.metric:
-            trial.metric = engine.public_metric(
+            measure = functools.partial(
+                engine.public_metric,
                 module,
                 public[candidate.shifted],
                 candidate.proj_dim,
@@ -247,6 +281,9 @@ def suggest(
                 criterion=criterion,
                 views=seen,
             )
+            trial.metric = measure()
+            if candidate.scaled:
+                trial.metric = measure(parameter_scales=units(trial))
         private = engine.make_private_expm(
             module,
             loader,
@@ -265,7 +302,7 @@ def suggest(
             calibration="range" if delta == 0 else "gaussian",
             noise_generator=np.random.default_rng([seed, repeat]),
             progress=False,
-            **trial.metric,  # type: ignore[arg-type]
+            **trial.metric,
         )
         trial.values.append(value(private))
         trial.release = engine.accountant.releases[-1]
@@ -285,7 +322,11 @@ def suggest(
         release.regularization,
         release.max_grad_norm,
         release.max_curvature,
-        {name: value for name, value in metric.items() if name in ("damping", "public_temperature")},
+        {
+            name: value
+            for name, value in metric.items()
+            if name in ("damping", "public_temperature", "parameter_scales")
+        },
         public[best.shifted],
         views if best.seen else None,
         tuple((trial.candidate, trial.mean()) for trial in tried),
@@ -300,22 +341,23 @@ def default_candidates(size: int, delta: float, *, views: bool = False) -> list[
     At δ > 0 rounds are cheap (μ/√T each): few of them, clipped harder, where noise decides, and more where there is little
     of it. The metric is that of the outputs on public records (infinite temperature), damped at 1/160 of its largest
     eigenvalue. They work in the full space, or where that is larger in the 800 leading directions of this metric: a gradient
-    is made of what moves the outputs, so beyond them is more noise than signal. ``views`` are tried where noise decides. A
-    pure budget is split as ε/T, so one draw in a subspace is tried, random or chosen by public curvature.
+    is made of what moves the outputs, so beyond them is more noise than signal. There, where noise decides, ``views`` are
+    tried, and parameters in units that suit the shift. A pure budget is split as ε/T, so one draw in a subspace is tried,
+    random or chosen by public curvature.
     """
     if delta > 0:
-        tried: list[tuple[int | None, int, float, float, bool]] = [
-            (None, 2, 4.0, 0.9, False),
-            (None, 4, 2.0, 0.9, False),
-            (None, 4, 3.0, 0.95, False),
-            (None, 8, 3.0, 0.95, False),
-            (None, 16, 3.0, 0.95, False),
-            (None, 16, 4.0, 0.95, False),
+        tried: list[tuple[int | None, int, float, float, bool, bool]] = [
+            (None, 2, 4.0, 0.9, False, False),
+            (None, 4, 2.0, 0.9, False, False),
+            (None, 4, 3.0, 0.95, False, False),
+            (None, 8, 3.0, 0.95, False, False),
+            (None, 16, 3.0, 0.95, False, False),
+            (None, 16, 4.0, 0.95, False, False),
         ]
         if size > _LEADING:
-            tried.append((_LEADING, 4, 3.0, 0.8, False))
+            tried += [(_LEADING, 4, 3.0, 0.8, False, False), (_LEADING, 4, 3.0, 0.8, views, True)]
         if views:
-            tried.append((_LEADING if size > _LEADING else None, 4, 3.0, 0.8, True))
+            tried.append((_LEADING if size > _LEADING else None, 4, 3.0, 0.8, True, False))
         return [
             Candidate(
                 "preconditioned",
@@ -328,8 +370,9 @@ def default_candidates(size: int, delta: float, *, views: bool = False) -> list[
                 shifted=False,
                 public_rank=PUBLIC_RANK if dim is None else dim,
                 seen=seen,
+                scaled=scaled,
             )
-            for dim, rounds, radius, quantile, seen in tried
+            for dim, rounds, radius, quantile, seen, scaled in tried
         ]
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [

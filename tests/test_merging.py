@@ -141,6 +141,7 @@ def test_where_bounds_came_from_is_kept():
         ({"max_curvature": 0.0}, DIM),
         ({"projection": "preconditioned", "public_loader": loader(), "public_rank": 5}, None),
         ({"projection": "public", "public_loader": loader()}, DIM),
+        ({"projection": "public", "public_loader": loader(), "parameter_scales": {"0.bias": 3.0}}, DIM),
         ({"clipping": "joint", "radius": 0.3, "max_curvature": None}, DIM),
     ],
 )
