@@ -61,6 +61,11 @@ PAPER = {
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
 ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
+PURE = {
+    "sine": (0.1, None),
+    "mnist": (3.0, 400),
+    "icu": (0.3, None),
+}  # radius and proj_dim of one pure draw, preconditioned
 VIEWS = {"mnist": pixel_shifts}  # of records that look alike when moved
 METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math.inf}  # of "preconditioned"
 
@@ -159,10 +164,10 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
             task.model, private, epsilon, radius, k, rounds=4, projection="sparse", public_loader=public, **common
         )
     elif method == "preconditioned":
-        metric = engine.public_metric(task.model, public, criterion=task.criterion, **METRIC)
-        rounds = {"rounds": 8, "radius": ROUNDS_RADIUS} if delta > 0 else {"radius": radius}
+        rounds, radius, k = (8, ROUNDS_RADIUS, None) if delta > 0 else (1, *PURE[name])
+        metric = engine.public_metric(task.model, public, k, criterion=task.criterion, **METRIC)
         module = engine.make_private_expm(
-            task.model, private, epsilon, proj_dim=None, projection="preconditioned", public_loader=public, **rounds,
+            task.model, private, epsilon, radius, k, rounds=rounds, projection="preconditioned", public_loader=public,
             **metric, **common,
         )  # fmt: skip
     else:  # suggested
