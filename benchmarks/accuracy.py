@@ -61,11 +61,7 @@ PAPER = {
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
 ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
-PURE = {
-    "sine": (0.1, None),
-    "mnist": (3.0, 400),
-    "icu": (0.3, None),
-}  # radius and proj_dim of one pure draw, preconditioned
+PURE = {"sine": (0.1, None), "mnist": (3.0, 400), "icu": (0.3, None)}  # of one preconditioned draw, radius and proj_dim
 VIEWS = {"mnist": pixel_shifts}  # of records that look alike when moved
 METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math.inf}  # of "preconditioned"
 
