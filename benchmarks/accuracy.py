@@ -174,8 +174,8 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
             public = DataLoader(shifted_records(public, seed=seed), batch_size=BATCH)
         if advice["metric"]:  # a rule for this scale of the model's own public data
             rule = {key: float(value) for key, value in advice["metric"].items()}
-            rule |= {"public_rank": found["public_rank"], "views": views, "criterion": task.criterion}
-            rule |= {"parameter_scales": found.get("parameter_scales")}
+            rule |= {"public_rank": found["public_rank"], "parameter_scales": found.get("parameter_scales")}
+            rule |= {"views": views, "criterion": task.criterion}
             found = found | engine.public_metric(task.model, public, found["proj_dim"], **rule)
             found["regularization"] = None
         module = engine.make_private_expm(

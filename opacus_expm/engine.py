@@ -672,8 +672,8 @@ class ExpMQuadEngine:
         if damping is not None:
             _check.positive("damping", damping)
         _check.temperature("public_temperature", public_temperature)
-        layout = Layout.of(check_module(model))
-        scales = None if parameter_scales is None else layout.spread("parameter_scales", parameter_scales)
+        module = check_module(model)
+        scales = None if parameter_scales is None else Layout.of(module).spread("parameter_scales", parameter_scales)
         if bounds is not None:
             _check.one_of("bounds", bounds, ("paper",))
         check_views(views)
@@ -700,7 +700,7 @@ class ExpMQuadEngine:
             curvature_samples,
             public_temperature,
             None if scales is None else tensor_digest(scales),
-            digest(check_module(model)),
+            digest(module),
         )
         if key not in self._curvatures:
             bench = _full_space(
@@ -716,7 +716,7 @@ class ExpMQuadEngine:
                 bench.public_curvature(public_loader, rank, public_temperature, scales),
             )
         found = self._curvatures[key][1]
-        self._ranks.adopt(found.tensors())
+        self._ranks.adopt(list(found.tensors().values()))
         return found
 
     def public_metric(

@@ -355,9 +355,10 @@ class PublicCurvature:
     vectors: Tensor = field(repr=False)
     scales: Tensor | None = field(default=None, repr=False)
 
-    def tensors(self) -> list[Tensor]:
-        """All that it is made of."""
-        return [self.eigenvalues, self.vectors, *([] if self.scales is None else [self.scales])]
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it is made of, by name."""
+        found = {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
+        return found if self.scales is None else {**found, "scales": self.scales}
 
     @classmethod
     def of_rows(cls, rows: Tensor, records: int, rank: int, seed: int) -> PublicCurvature:
@@ -397,8 +398,7 @@ class Subspace:
         """Tensors and plain values; public."""
         found: dict[str, Any] = {"kind": self.kind, "dim": self.dim, "seed": self.seed, "damping": self.damping}
         if self.curvature is not None:
-            names = ("eigenvalues", "vectors", "scales")
-            found |= {name: tensor.cpu() for name, tensor in zip(names, self.curvature.tensors(), strict=False)}
+            found |= {name: tensor.cpu() for name, tensor in self.curvature.tensors().items()}
         return found
 
     @classmethod

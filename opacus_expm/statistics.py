@@ -118,7 +118,7 @@ class Statistics(PrivateValues):
             # No projection of the full space is drawn.
             "projection_seed": self.subspace.seed if self.projection.seed is not None else None,
             "damping": self.subspace.damping,
-            "public curvature": None if curvature is None else tensor_digest(*curvature.tensors()),
+            "public curvature": None if curvature is None else tensor_digest(*curvature.tensors().values()),
             "criterion": self.criterion,
             "curvature_samples": self.curvature_samples,
             "views": self.views,

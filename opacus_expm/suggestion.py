@@ -244,30 +244,31 @@ def suggest(
             "damping_share must be given for candidates with scaled=True: units are measured in its metric"
         )
 
+    def gathering(trial: _Trial) -> dict[str, Any]:
+        """What a pass and a release have in common."""
+        candidate = trial.candidate
+        return {
+            "proj_dim": candidate.proj_dim,
+            "projection": candidate.projection,
+            "public_loader": public[candidate.shifted],
+            "public_rank": candidate.public_rank,
+            "views": views if candidate.seen else None,
+            "criterion": criterion,
+            "progress": False,
+            **trial.metric,
+        }
+
     def units(trial: _Trial) -> dict[str, float]:
         """Of the parameters, from either half of the stand-ins."""
-        candidate = trial.candidate
         halves = [
-            engine.gather(
-                module,
-                DataLoader(half, batch_size=_BATCH),
-                candidate.proj_dim,
-                projection=candidate.projection,
-                projection_seed=seed,
-                public_loader=public[candidate.shifted],
-                public_rank=candidate.public_rank,
-                views=views if candidate.seen else None,
-                criterion=criterion,
-                progress=False,
-                **trial.metric,
-            )
+            engine.gather(module, DataLoader(half, batch_size=_BATCH), projection_seed=seed, **gathering(trial))
             for half in (Subset(stand_ins, range(kept // 2)), Subset(stand_ins, range(kept // 2, kept)))
         ]
         gradients = [statistics.sums.gradient for statistics in halves]
         return measured_scales(halves[0].layout, halves[0].projection, *gradients, seed=seed)
 
     def rehearse(trial: _Trial, repeat: int) -> None:
-        candidate, seen = trial.candidate, views if trial.candidate.seen else None
+        candidate = trial.candidate
         if candidate.damping_share is not None and not trial.metric:
             measure = functools.partial(
                 engine.public_metric,
@@ -279,7 +280,7 @@ def suggest(
                 public_temperature=candidate.public_temperature,
                 public_rank=candidate.public_rank,
                 criterion=criterion,
-                views=seen,
+                views=views if candidate.seen else None,
             )
             trial.metric = measure()
             if candidate.scaled:
@@ -289,20 +290,13 @@ def suggest(
             loader,
             rehearsed_epsilon,
             candidate.radius,
-            candidate.proj_dim,
             delta=delta,
             rounds=candidate.rounds,
-            projection=candidate.projection,
             projection_seed=seed + 1000 * repeat,
-            public_loader=public[candidate.shifted],
-            public_rank=candidate.public_rank,
-            views=seen,
             denoise=candidate.denoise,
-            criterion=criterion,
             calibration="range" if delta == 0 else "gaussian",
             noise_generator=np.random.default_rng([seed, repeat]),
-            progress=False,
-            **trial.metric,
+            **gathering(trial),
         )
         trial.values.append(value(private))
         trial.release = engine.accountant.releases[-1]
