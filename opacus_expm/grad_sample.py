@@ -133,6 +133,11 @@ class ProjectedGradSampleModule(GradSampleModule):
 
         **Privacy:** both hold private values of the batch.
         """
+        outputs, calls = self._forward(inputs)
+        return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
+
+    def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
+        """Outputs, with their graph, and every call of a hooked layer."""
         self._calls.clear()
         self._restore()
         self._batch = next(t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
@@ -143,13 +148,18 @@ class ProjectedGradSampleModule(GradSampleModule):
         finally:
             self.hooks_enabled = False
             calls, self._calls = self._calls, []
-        return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
+        return outputs, calls
 
-    def probed(self, inputs: Any) -> list[Tensor]:
-        """Outputs and one row of each record, for the same cotangent at every record."""
+    def probed_outputs(self, inputs: Any) -> list[Tensor]:
+        """Outputs of each record, and what each layer gets from it, which a head of zeros would hide."""
+        outputs, calls = self._forward(inputs)
+        return [outputs.detach(), *(c.activation for c in calls if len(c.activation) == len(outputs))]
+
+    def probed_rows(self, inputs: Any) -> list[Tensor]:
+        """One row of each record, for the same cotangent at every record."""
         outputs, pullback = self.outputs_and_pullback(inputs)
         cotangent = torch.randn(outputs.shape[1:], generator=torch.Generator().manual_seed(2)).to(outputs)
-        return [outputs, pullback(cotangent.expand_as(outputs)[:, None])]
+        return [pullback(cotangent.expand_as(outputs)[:, None])]
 
     @torch.no_grad()
     def _pull_back(self, outputs: Tensor, calls: list[_Call], cotangents: Tensor) -> Tensor:
@@ -232,7 +242,7 @@ def hooks_for(
     hooked = ProjectedGradSampleModule(module, layout, projection, restore=restore)
     try:
         _probe(hooked, module, layout, projection, example)
-        check_mixing(hooked.probed, example, branches=branches)
+        check_mixing(hooked.probed_outputs, example, branches=branches, gradients=hooked.probed_rows)
     except DependentRecords as error:
         hooked.cleanup()
         raise HooksCannotServe(str(error)) from error

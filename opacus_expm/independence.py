@@ -6,8 +6,8 @@ attribute that a forward pass changes). Neither is assumed away; both are tried 
 are touched. Synthetic records take the shapes and types of the loader's first batch, never its values, so that passing or
 failing tells nothing about a record.
 
-*Through the batch* (``check_mixing``). Each of three records is run beside the other two, alone, in another place, and
-beside other neighbours: ordinary ones, some a million times as large, some not finite. Its outputs and its gradient must
+*Through the batch* (``check_mixing``). Each of two records is run beside the other one, alone, in another place, in a crowd,
+and beside other neighbours: ordinary ones, some a million times as large, some not finite. Its outputs and its gradient must
 stay the same up to rounding. A linear mixture of records is noticed down to weights of about 10⁻⁹.
 
 *Through a branch* (``may_branch``). ``if (x == 3.14).any()`` may never be taken by a synthetic record. ``vmap`` refuses to
@@ -52,7 +52,8 @@ from opacus_expm.model import call, outputs_of, plain_attention, ran_out_of_memo
 Run = Callable[[Any], Sequence[Tensor]]  # from a batch of inputs to tensors with one row a record
 
 RANGES = ("normal", "unit", "bytes")  # N(0, 1), [0, 1] and [0, 255]
-_RECORDS = 3
+_RECORDS = 2
+_CROWD = 8  # records of a larger batch
 _HUGE = 1e6
 _IDS = (1000, 100, 10)  # token ids below the first of these that the model accepts
 _BLIND = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})  # pass the dispatcher by
@@ -115,11 +116,13 @@ class _Probes:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of neighbours: ``"even"`` has ones for integers, as a mask that masks nothing."""
         floating = [t.is_floating_point() for t in pytree.tree_leaves(self.example) if isinstance(t, Tensor)]
-        return (
-            "plain",
-            *(() if all(floating) else ("even",)),
-            *(("huge", "not finite") if any(floating) else ()),
-        )
+        even = () if all(floating) else ("even",)
+        return ("plain", *even, *(("huge", "not finite") if any(floating) else ()))
+
+    @property
+    def constant(self) -> str:
+        """The kind of the second record."""
+        return "even" if "even" in self.kinds else "plain"
 
 
 def together(records: Sequence[Any]) -> Any:
@@ -129,16 +132,11 @@ def together(records: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(joined, pytree.tree_structure(records[0]))
 
 
-def _every_range(run: Run, example: Any) -> Iterator[_Probes]:
-    """Probes for each range of values: floating inputs have three, integers bits and then token ids."""
+def _every_range(example: Any) -> Iterator[_Probes]:
+    """Probes for each range of values of floating inputs; integers are bits."""
     tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, Tensor)]
-    if any(t.is_floating_point() for t in tensors):
-        yield from (_Probes(example, values) for values in RANGES)
-    else:
-        yield _Probes(example, RANGES[0])
-    limits = _accepted_ids(run, example)
-    if any(limit > 2 for limit in limits):
-        yield _Probes(example, RANGES[0], limits)
+    for values in RANGES if any(t.is_floating_point() for t in tensors) else RANGES[:1]:
+        yield _Probes(example, values)
 
 
 def _accepted_ids(run: Run, example: Any) -> list[int]:
@@ -217,24 +215,29 @@ class _BelowPython(TorchDispatchMode):
         return result
 
 
-def check_mixing(run: Run, example: Any, *, branches: bool) -> None:
-    """Raise if a record's rows depend on the other records of a batch.
+def check_mixing(run: Run, example: Any, *, branches: bool, gradients: Run | None = None) -> None:
+    """Raise if what comes out for a record depends on the other records of its batch.
 
     Args:
-        run: from a batch of inputs to tensors with one row a record (outputs, gradients).
+        run: from a batch of inputs to tensors with one row a record, such as the outputs.
         example: inputs of one record, with a batch dimension of one; shapes and types are all that is used.
         branches: whether the program may branch on values, so that what it reads has to be watched.
+        gradients: as ``run``, for what takes a backward pass; it is compared less often.
 
     Raises:
         DependentRecords: with how it was found.
     """
     read, decided = 0, set[int]()
-    for probes in _every_range(run, example):
+    for probes in _every_range(example):
         trial = _Trial(run, probes, watched=branches)
         read = max(read, trial.judge())
         decided |= trial.decided
+        if gradients is not None:
+            _Trial(gradients, probes, watched=False).judge_beside("plain", *probes.kinds[-1:])
+            gradients = None  # where values lie matters for branches, which outputs show
     if len(decided) < read:
         raise DependentRecords("the model branches on values of the batch")
+    _Trial(run, _Probes(example, RANGES[0], _accepted_ids(run, example)), watched=False).judge_beside("plain")
 
 
 class _Trial:
@@ -244,31 +247,41 @@ class _Trial:
         self._run, self._probes, self._watched = run, probes, watched
         self._readings: list[bool | None] = []  # of the last run
         self.decided: set[int] = set()  # readings that a record alone and its batch decided differently
+        self._base = [probes.record("plain", 0), probes.record(probes.constant, 1)]
+        self._alone: list[list[bool | None]] = []
+        self._beside: Sequence[Tensor] = ()
 
     def judge(self) -> int:
         """The number of conditions that a run reads; raises ``DependentRecords`` where a record comes out differently."""
-        base = [self._probes.record("even" if i == 2 else "plain", i) for i in range(_RECORDS)]
-        beside = self._rows(together(base))
-        expected = self._readings
         alone = []
-        for record in base:
-            alone.append((self._rows(record), self._readings))
-        self._note(alone, range(_RECORDS), expected)
-        if self._steady(together(base), beside):  # random draws fall differently in another shape or place
-            for i, (rows, _) in enumerate(alone):
-                _compare(rows, 0, beside, i, rounding=1 / 2, how="alone and in a batch")
-            order = [2, 0, 1]
-            moved = self._rows(together([base[i] for i in order]))
-            for place, i in enumerate(order):
-                _compare(moved, place, beside, i, rounding=1 / 2, how="in another place of the batch")
-        for number, kind in enumerate(self._probes.kinds):
-            for i, record in enumerate(base):
-                batch = [self._probes.record(kind, 100 + 10 * number + j) for j in range(_RECORDS)]
+        for record in self._base:
+            alone.append(self._rows(record))
+            self._alone.append(self._readings)
+        self.judge_beside(*self._probes.kinds)
+        if self._steady(together(self._base)):  # random draws fall differently in another shape or place
+            for i, rows in enumerate(alone):
+                _compare(rows, 0, self._beside, i, rounding=1 / 2, how="alone and in a batch")
+            moved = self._rows(together(self._base[::-1]))
+            for i in range(_RECORDS):
+                _compare(moved, _RECORDS - 1 - i, self._beside, i, rounding=1 / 2, how="in another place of the batch")
+            for kind in self._probes.kinds:
+                neighbours = [self._probes.record(kind, 100 + j) for j in range(_CROWD - _RECORDS)]
+                crowd = self._rows(together([*self._base, *neighbours]))
+                for i in range(_RECORDS):
+                    _compare(crowd, i, self._beside, i, rounding=1 / 2, how="in a larger batch")
+        return len(self._alone[0])
+
+    def judge_beside(self, *kinds: str) -> None:
+        """Raise where a record comes out differently beside other neighbours, in the same place of a batch of one size."""
+        self._beside = self._rows(together(self._base))
+        self._note(range(_RECORDS))
+        for number, kind in enumerate(kinds, start=1):
+            for i, record in enumerate(self._base):
+                batch = [self._probes.record(kind, 10 * number + j) for j in range(_RECORDS)]
                 batch[i] = record
                 found = self._rows(together(batch))
-                self._note(alone, [i], self._readings)
-                _compare(found, i, beside, i, rounding=2 / 3, how=f"beside neighbours that are {kind}")
-        return len(expected)
+                self._note([i])
+                _compare(found, i, self._beside, i, rounding=2 / 3, how=f"beside neighbours that are {kind}")
 
     def _rows(self, inputs: Any) -> Sequence[Tensor]:
         """One run, always from the same random state; what it read is kept."""
@@ -278,18 +291,16 @@ class _Trial:
             with _readings() as self._readings:
                 return self._run(inputs)
 
-    def _steady(self, inputs: Any, before: Sequence[Tensor]) -> bool:
+    def _steady(self, inputs: Any) -> bool:
         """Whether rows do not depend on random draws."""
         with same_randomness(seed=1):
             after = self._run(inputs)
-        return all(map(_equal, after, before))
+        return all(map(_equal, after, self._beside))
 
-    def _note(
-        self, alone: Sequence[tuple[Any, list[bool | None]]], held: Iterable[int], batch: list[bool | None]
-    ) -> None:
-        """Remember which conditions a batch decided otherwise than one of its records alone."""
-        for i in held:
-            own = alone[i][1]
+    def _note(self, held: Iterable[int]) -> None:
+        """Remember which conditions the last batch decided otherwise than one of its records alone."""
+        for i in held if self._watched else ():
+            own, batch = self._alone[i], self._readings
             if len(own) != len(batch) or None in own or None in batch:
                 raise DependentRecords("the model reads values of the batch")
             self.decided |= {place for place, value in enumerate(own) if value != batch[place]}

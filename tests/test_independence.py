@@ -184,6 +184,16 @@ def test_one_record_moves_the_sums_by_one_records_worth(model, value, mode):
     assert moved(model, value, grad_sample_mode=mode) <= 1 + 1e-6
 
 
+def test_a_head_of_zeros_hides_nothing():
+    # Outputs are the same whatever the batch does to them; gradients are not.
+    def blank():
+        model = Shifted()
+        nn.init.zeros_(model.net[2].weight)
+        return model
+
+    assert moved(blank, -7.0) <= 1 + 1e-6
+
+
 @pytest.mark.parametrize(("model", "value"), THROUGH_THE_BATCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_without_the_check_the_record_moves_more(model, value, monkeypatch):
     # The cases are worth something: they go wrong where nobody looks.

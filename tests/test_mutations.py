@@ -8,6 +8,7 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -221,6 +222,46 @@ def loaders_that_repeat_are_refused():
     assert refused
 
 
+class _Doing(nn.Module):
+    """A linear model that does something to its batch first."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.line, self.first = nn.Linear(1, 1, bias=False).double(), first
+        nn.init.zeros_(self.line.weight)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.line(self.first(self, x))
+
+
+def _audit_of_a_model_that(first, record):
+    """A hundred records at one, and one more that comes first and does something to the others."""
+    model = _Doing(first)
+    x, y = torch.ones(101, 1, dtype=torch.float64), torch.ones(101, 1, dtype=torch.float64)
+    x[0] = record
+    loader, neighbour = (DataLoader(TensorDataset(x[i:], y[i:]), batch_size=128) for i in (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that records run alone, or that state is put back
+        _holds(model, loader, neighbour, LINE)
+
+
+def audit_of_a_model_that_mixes_records():
+    _audit_of_a_model_that(lambda _, x: x - 1e-2 * x.sum(0), -1e6)
+
+
+def audit_of_a_model_that_branches():
+    _audit_of_a_model_that(lambda _, x: -x if (x == 3.14).any() else x, 3.14)
+
+
+def audit_of_a_model_with_a_memory():
+    def first(model, x):
+        model.seen += (x.detach() > 10).sum()
+        return x * torch.where(model.seen > 0, -1.0, 1.0)
+
+    _audit_of_a_model_that(first, 1e3)
+
+
 # --- defects -------------------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +461,19 @@ def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
 
+def _no_look_at_mixing(patch):
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+
+
+def _no_look_at_branches(patch):
+    patch.setattr(grad_sample, "may_branch", lambda *_: False)
+
+
+def _nothing_put_back(patch):
+    patch.setattr(statistics, "State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+
+
 DEFECTS = (
     Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
@@ -444,6 +498,9 @@ DEFECTS = (
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+    Defect("records that see each other", _no_look_at_mixing, audit_of_a_model_that_mixes_records),
+    Defect("a branch on the values of a batch", _no_look_at_branches, audit_of_a_model_that_branches),
+    Defect("state that goes from record to record", _nothing_put_back, audit_of_a_model_with_a_memory),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 
