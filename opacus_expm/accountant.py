@@ -38,8 +38,9 @@ class Release:
     """One draw that left, or was about to leave: public facts only.
 
     Attributes:
-        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP.
-        mu: parameter of Gaussian differential privacy, possibly infinite.
+        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP. Infinite where the
+            draw was calibrated by μ and a bound was bought before: c·W depends on what was bought then.
+        mu: parameter of Gaussian differential privacy, possibly infinite. One of the two is finite.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         epsilon: budget that was asked for, for all rounds of the plan together.
         delta: likewise.
@@ -83,10 +84,13 @@ class Release:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.mu != math.inf:
-            _check.positive("mu", self.mu)
+        for name in ("epsilon_range", "mu"):
+            if getattr(self, name) != math.inf:
+                _check.positive(name, getattr(self, name))
+        if self.epsilon_range == self.mu == math.inf:
+            raise ValueError("epsilon_range or mu must be finite: a release has a cost")
         _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        for name in ("epsilon_range", "epsilon", "radius", "max_grad_norm"):
+        for name in ("epsilon", "radius", "max_grad_norm"):
             _check.positive(name, getattr(self, name))
         for name in ("regularization", "max_curvature"):
             _check.non_negative(name, getattr(self, name))
@@ -103,8 +107,9 @@ class Release:
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite μ becomes None."""
-        return {**dataclasses.asdict(self), "mu": None if math.isinf(self.mu) else self.mu}
+        """Plain JSON values; an infinite range or μ becomes None."""
+        facts = dataclasses.asdict(self)
+        return facts | {name: None for name in ("epsilon_range", "mu") if math.isinf(facts[name])}
 
     @classmethod
     def from_dict(cls, facts: Any) -> Release:
@@ -117,7 +122,7 @@ class Release:
         if not isinstance(facts, Mapping) or set(facts) != names:
             raise ValueError(f"a release has exactly the fields {sorted(names)}")
         try:
-            return cls(**{**facts, "mu": math.inf if facts["mu"] is None else facts["mu"]})
+            return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
         except TypeError as error:
             raise ValueError(str(error)) from error
 

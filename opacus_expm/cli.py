@@ -108,10 +108,11 @@ def _spent_text(found: dict[str, Any]) -> str:
                 f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({facts['adjacency']})"
             )
             continue
-        mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
+        costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
+        told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']})"
+            f"{told}, {facts['adjacency']})"
         )
     if steps:
         lines.append(f"{steps} DP-SGD steps")

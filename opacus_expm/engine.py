@@ -45,6 +45,7 @@ from opacus_expm.calibration import (
     allowances,
     calibrate_within,
     check_request,
+    cost_whatever_the_bounds,
     default_regularization,
 )
 from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
@@ -902,10 +903,12 @@ class ExpMQuadEngine:
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
         _check_denoise(denoise, sums.max_curvature)
+        epsilon_range, mu = calibrated.epsilon_range, calibrated.mu
+        if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
+            epsilon_range, mu = cost_whatever_the_bounds(allowance, calibrated.method, adjacency)
         release = Release(
-            epsilon_range=calibrated.epsilon_range,
-            # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
-            mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
+            epsilon_range=epsilon_range,
+            mu=mu,
             adjacency=adjacency,
             epsilon=float(epsilon),
             delta=float(delta),
@@ -1166,13 +1169,9 @@ class ExpMQuadEngine:
         failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
         draws = []
         for way in ways:
-            if calibration == "paper":  # whose ΔU is at least the width under add/remove, half of it under replace-one
-                records = 2 if adjacency == "replace_one" else 1
-                draws.append(PlannedEvent(records * way.epsilon / 2, math.inf, failure))
-            elif calibration != "gaussian":
-                draws.append(PlannedEvent(way.epsilon_range, math.inf, failure))
-            if calibration in ("auto", "gaussian") and way.mu > 0 and ridge:
-                draws.append(PlannedEvent(math.inf, way.mu, failure))
+            for method in ("range", "gaussian") if calibration == "auto" else (calibration,):
+                if method != "gaussian" or (way.mu > 0 and ridge):
+                    draws.append(PlannedEvent(*cost_whatever_the_bounds(way, method, adjacency), failure))
         return [[*map(PlannedEvent, prices.values()), *[draw] * rounds] for draw in draws]
 
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:

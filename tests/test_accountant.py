@@ -71,7 +71,7 @@ def held(accountant):
 # --- One release -----------------------------------------------------------------------------------------------------
 
 BAD = {
-    "epsilon_range": [0.0, -1.0, math.nan, math.inf, True, "1", None, 1j, 10**400],
+    "epsilon_range": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
     "mu": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
     "adjacency": ["bounded", "", None, 3],
     "failure_probability": [-1e-9, 1.0, math.nan, "0", None, False],
@@ -84,6 +84,13 @@ BAD = {
 def test_a_release_has_a_cost(field, value):
     with pytest.raises((TypeError, ValueError), match=field):
         Release(**(FACTS | {field: value}))
+
+
+def test_one_of_the_two_costs_is_finite():
+    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
+        Release(**FACTS | {"epsilon_range": math.inf, "mu": math.inf})
+    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
+        Release.from_dict(FACTS | {"epsilon_range": None, "mu": None})
 
 
 IMPOSSIBLE = {
@@ -118,20 +125,25 @@ def test_a_release_is_immutable():
         release().epsilon_range = 0.1
 
 
+COSTS = st.one_of(st.just(math.inf), st.floats(1e-9, 1e9))
+
+
 @given(
-    st.floats(1e-9, 1e9),
-    st.one_of(st.just(math.inf), st.floats(1e-9, 1e9)),
+    st.tuples(COSTS, COSTS).filter(lambda costs: min(costs) < math.inf),
     st.sampled_from(["add_remove", "replace_one"]),
     st.floats(0, 0.99),
     st.one_of(st.none(), st.integers(0, 2**63)),
 )
-def test_dictionaries_round_trip(epsilon_range, mu, adjacency, failure, seed):
-    there = release(epsilon_range, mu=mu, adjacency=adjacency, failure_probability=failure, seed=seed)
+def test_dictionaries_round_trip(costs, adjacency, failure, seed):
+    epsilon_range, mu = costs
+    changes = {"epsilon_range": epsilon_range, "mu": mu, "adjacency": adjacency, "seed": seed}
+    there = release(**changes, failure_probability=failure)
     facts = there.to_dict()
     assert set(facts) == {f.name for f in dataclasses.fields(Release)} == set(FACTS)
     assert Release.from_dict(facts) == there
     assert Release.from_dict(json.loads(json.dumps(facts, allow_nan=False))) == there
     assert (facts["mu"] is None) == math.isinf(mu)
+    assert (facts["epsilon_range"] is None) == math.isinf(epsilon_range)
 
 
 @pytest.mark.parametrize("field", FACTS)
@@ -216,6 +228,34 @@ def test_equal_steps_are_merged_and_unequal_ones_kept():
 def test_delta_is_checked(delta):
     with pytest.raises((TypeError, ValueError), match="delta"):
         ExpMAccountant().get_epsilon(delta)
+
+
+def test_a_range_that_is_not_known_counts_as_infinite(tmp_path):
+    """Drawn by μ with bought bounds: no pure ε is stated, by the ledger, its file or what was saved of it."""
+    accountant = ExpMAccountant(ledger_path=tmp_path / "ledger.jsonl")
+    accountant.record(release(0.05))
+    assert accountant.get_epsilon() == 0.05
+    accountant.record(release(epsilon_range=math.inf, mu=0.25, delta=1e-5))
+    loaded = ExpMAccountant()
+    loaded.load_state_dict(json.loads(json.dumps(accountant.state_dict(), allow_nan=False)))
+    for ledger in (accountant, loaded, ExpMAccountant(ledger_path=tmp_path / "ledger.jsonl")):
+        assert ledger.get_epsilon(0.0, return_method=True) == (math.inf, "no bound at this delta")
+        mu = math.hypot(0.25, curves.bounded_range_mu(0.05))
+        basic = 0.05 + curves.gaussian_epsilon(0.25, 1e-5)
+        assert 0.9 * basic < ledger.get_epsilon(1e-5) <= min(basic, curves.gaussian_epsilon(mu, 1e-5))
+
+
+def test_a_budget_counts_with_an_infinite_range():
+    pure, approximate = ExpMAccountant(budget=(50.0, 0.0)), ExpMAccountant(budget=(1.0, 1e-5))
+    drawn = release(epsilon_range=math.inf, mu=0.1, delta=1e-5)
+    with pytest.raises(BudgetExceeded):
+        pure.record(drawn)
+    assert pure.remaining() == 50.0
+    approximate.record(drawn)
+    left = approximate.remaining()
+    assert 0 < left < 1.0
+    approximate.record(release(left))
+    assert approximate.get_epsilon(1e-5) <= 1.0
 
 
 def test_the_method_is_told_on_request():
@@ -459,7 +499,7 @@ def test_malformed_states_are_refused_and_change_nothing(path, junk):
     except ValueError:
         assert held(accountant) == before
         return
-    assert all(isinstance(r, Release) and 0 < r.epsilon_range < math.inf and r.mu > 0 for r in accountant.releases)
+    assert all(isinstance(r, Release) and 0 < min(r.epsilon_range, r.mu) < math.inf for r in accountant.releases)
     assert all(s > 0 and 0 < q <= 1 and n >= 1 and type(n) is int for s, q, n in accountant.history)
     again = ExpMAccountant()
     again.load_state_dict(accountant.state_dict())
@@ -468,9 +508,9 @@ def test_malformed_states_are_refused_and_change_nothing(path, junk):
 
 @pytest.mark.parametrize("path", PLACES, ids=lambda path: "/".join(map(str, path)) or "all")
 def test_a_hole_anywhere_in_a_state_is_refused(path):
-    """Nothing, where something was; only a μ (there is none) and a seed (nothing random) may be absent."""
+    """Nothing, where something was; only a μ or a range beside the other, and a seed (nothing random) may be absent."""
     accountant = ExpMAccountant()
-    if path and path[-1] in ("mu", "seed"):
+    if path and (path[-1] in ("mu", "seed") or path == ("releases", 1, "epsilon_range")):
         accountant.load_state_dict(replaced(GOOD_STATE, path, None))
         assert len(accountant.releases) == 2
         return
