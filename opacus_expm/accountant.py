@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
@@ -183,7 +184,17 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
         raise ValueError(str(error)) from error
 
 
-class ExpMAccountant(IAccountant):
+class NotCopied:
+    """Mixin: copying and pickling are refused, because a copy would be a second budget for the same data."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is neither copied nor pickled: a copy would be a second budget for the same data. Share "
+            "the object itself; let processes share a file (ledger_path=); save it with state_dict() or save_checkpoint()"
+        )
+
+
+class ExpMAccountant(NotCopied, IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
@@ -194,6 +205,9 @@ class ExpMAccountant(IAccountant):
         ledger_path: an append-only file in which every charge is on disk before its draw; several processes may
             share it. Charges already in it count.
 
+    Threads may share an accountant: a charge is judged and written down before another is judged. Processes may not,
+    because each would have a ledger of its own; they share a file.
+
     **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
     looking at earlier releases, declare a ``budget`` (see ``composition``).
     """
@@ -202,6 +216,7 @@ class ExpMAccountant(IAccountant):
         self, *, budget: tuple[float, float] | None = None, ledger_path: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
         self.releases: list[Release | Purchase] = []
         self.budget = None if budget is None else _budget(budget)
@@ -237,10 +252,9 @@ class ExpMAccountant(IAccountant):
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
-        if self._file is None:
-            self.releases.append(release)
-        else:
-            self._refresh()
+        with self._exclusive():
+            if self._file is None:
+                self.releases.append(release)
 
     def identity(self) -> str:
         """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
@@ -276,9 +290,10 @@ class ExpMAccountant(IAccountant):
 
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
-        self.check_adjacency(release.adjacency)
-        self._check_countable(release)
-        self._check_budget([[release]], release.epsilon, release.delta)
+        with self._exclusive():
+            self._check_adjacency(release.adjacency)
+            self._check_countable(release)
+            self._check_budget([[release]], release.epsilon, release.delta)
 
     def _check_countable(self, *more: Release | Purchase) -> None:
         """No budget is kept by a ledger for which no ε can be stated."""
@@ -298,9 +313,9 @@ class ExpMAccountant(IAccountant):
 
         Rounded down to six significant digits.
         """
-        self._refresh()
-        self._check_countable()
-        return self._remaining()
+        with self._exclusive():
+            self._check_countable()
+            return self._remaining()
 
     def _remaining(self) -> float:
         if self.budget is None:
@@ -317,8 +332,8 @@ class ExpMAccountant(IAccountant):
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
-        self._refresh()
-        self._check_adjacency(adjacency)
+        with self._exclusive():
+            self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
         held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
@@ -366,9 +381,10 @@ class ExpMAccountant(IAccountant):
             NoGuarantee: a release's bounds were read off the private data.
         """
         _check.fraction("delta", delta)
-        self._refresh()
-        _check_guarantee(self.releases)
-        total = total_epsilon(self.releases, self.history, delta)
+        with self._exclusive():
+            releases, history = list(self.releases), list(self.history)
+        _check_guarantee(releases)
+        total = total_epsilon(releases, history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
     def __len__(self) -> int:
@@ -403,7 +419,8 @@ class ExpMAccountant(IAccountant):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
-        self.history, self.releases = history, releases
+        with self._exclusive():
+            self.history, self.releases = history, releases
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -412,13 +429,23 @@ class ExpMAccountant(IAccountant):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the file's lock, with what other processes charged read in; nothing without a file."""
-        if self._file is None:
-            yield
-            return
-        with self._file.locked():
-            self._read_file()
-            yield
+        """Hold the lock between threads, and the file's between processes, with what these have charged read in.
+
+        Raises:
+            RuntimeError: in a process that was forked from the accountant's own, whose ledger would be a copy.
+        """
+        if os.getpid() != self._process:  # before the lock, which another thread may have held when it was copied
+            raise RuntimeError(
+                "this accountant belongs to the process that made it: a forked process has a copy, and what is charged "
+                "there is missing in the original. Use ExpMAccountant(ledger_path=...) in each process, with one file"
+            )
+        with self._lock:
+            if self._file is None:
+                yield
+                return
+            with self._file.locked():
+                self._read_file()
+                yield
 
     def _read_file(self) -> None:
         """Make the lists what the file says."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
-from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
+from opacus_expm.accountant import ExpMAccountant, NotCopied, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -66,7 +66,7 @@ P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
-class ExpMQuadEngine:
+class ExpMQuadEngine(NotCopied):
     """Private fine-tuning in one draw; parallels ``opacus.PrivacyEngine``.
 
     Args:

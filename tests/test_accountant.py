@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
 import pickle
+import threading
 import warnings
 
 import opacus
@@ -576,6 +578,77 @@ def test_steps_have_no_pure_budget():
     with pytest.raises(BudgetExceeded):
         accountant.step(noise_multiplier=100.0, sample_rate=0.01)
     assert len(accountant) == 0
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["release", "step"])
+def test_two_threads_do_not_both_get_the_last_of_a_budget(tmp_path, monkeypatch, where, kind):
+    """The first waits inside its judgement for the second; were there no lock, both would find room."""
+    path = None if where == "memory" else tmp_path / "ledger.jsonl"
+    accountant, together, refused = ExpMAccountant(budget=(1.0, 1e-5), ledger_path=path), threading.Barrier(2), []
+    admits = composition.Filter.admits
+    noise = next(float(s) for s in range(1, 99) if accountant.budget.admits([], [(float(s), 1.0, 1)]))
+    assert not accountant.budget.admits([], [(noise, 1.0, 2)])
+
+    def slow(self, *arguments):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        return admits(self, *arguments)
+
+    def charge():
+        try:
+            if kind == "release":
+                accountant.record(release(0.6))
+            else:
+                accountant.step(noise_multiplier=noise, sample_rate=1.0)
+        except BudgetExceeded:
+            refused.append(kind)
+
+    monkeypatch.setattr(composition.Filter, "admits", slow)
+    monkeypatch.setattr(composition.Filter, "admits_plan", lambda self, *a: slow(self, [*a[0], *a[2]], a[1]))
+    monkeypatch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message, sixty judgements more
+    threads = [threading.Thread(target=charge) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1
+    assert accountant.get_epsilon(1e-5) <= 1.0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_forked_process_has_no_budget_of_its_own(tmp_path, where):
+    path = None if where == "memory" else tmp_path / "ledger.jsonl"
+    accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    child = os.fork()
+    if child == 0:
+        refusals = 0
+        for call in (
+            lambda: accountant.record(release(1.0)),
+            lambda: accountant.step(noise_multiplier=9.0, sample_rate=0.1),
+            accountant.remaining,
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                refusals += "belongs to the process that made it" in str(error)
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    accountant.record(release(1.0))
+    assert accountant.remaining() == 0.0
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())]
+)
+@pytest.mark.parametrize("make", [ExpMAccountant, ExpMQuadEngine])
+def test_a_budget_is_not_duplicated(make, duplicate):
+    with pytest.raises(
+        TypeError, match=rf"{make.__name__} is neither copied nor pickled.* second budget.*ledger_path="
+    ):
+        duplicate(make(budget=(1.0, 0.0)))
 
 
 SPENT = st.lists(st.tuples(st.floats(0.01, 0.5), st.one_of(st.just(math.inf), st.floats(0.02, 0.5))), max_size=12)
