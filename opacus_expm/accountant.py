@@ -402,11 +402,11 @@ class ExpMAccountant(NotCopied, IAccountant):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one, after checking every entry.
+        """Go on with a saved ledger, after checking every entry. It must begin with what this one holds, if anything.
 
         Raises:
-            ValueError: a state of another accountant, an entry that no event can have left, or a ledger file in use
-                (the file is the ledger then, and may not be replaced).
+            ValueError: a state of another accountant; an entry that no event can have left; a ledger that lacks charges of
+                this one, which would be forgotten; or a ledger file in use (the file is the ledger then).
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
@@ -420,6 +420,12 @@ class ExpMAccountant(NotCopied, IAccountant):
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
         with self._exclusive():
+            if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
+                raise ValueError(
+                    "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
+                    "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
+                    "'module_state_dict'"
+                )
             self.history, self.releases = history, releases
 
     def _refresh(self) -> None:
@@ -542,6 +548,25 @@ def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Ste
     held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
     if len(held) > 1:
         raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
+
+
+def _begins_with(history: Sequence[Steps], earlier: Sequence[Steps]) -> bool:
+    """Whether runs of DP-SGD steps begin with earlier ones."""
+    after, before = _merged(history), _merged(earlier)
+    if not before or len(after) < len(before):
+        return not before
+    last, same = before.pop(), after[len(before)]
+    return after[: len(before)] == before and same[:2] == last[:2] and same[2] >= last[2]
+
+
+def _merged(history: Sequence[Steps]) -> list[Steps]:
+    """The same runs, with those of one kind that follow each other made one."""
+    runs: list[Steps] = []
+    for noise_multiplier, sample_rate, steps in history:
+        if runs and runs[-1][:2] == (noise_multiplier, sample_rate):
+            steps += runs.pop()[2]
+        runs.append((noise_multiplier, sample_rate, steps))
+    return runs
 
 
 def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:

@@ -1024,11 +1024,14 @@ class ExpMQuadEngine(NotCopied):
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
         """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
 
+        The saved ledger has to begin with what this engine's ledger holds, so that no charge is forgotten: load it with a
+        new engine, or with the one that saved it if nothing was charged since.
+
         Returns:
             The user's own entries.
 
         Raises:
-            ValueError: the file is no such checkpoint; module and ledger are unchanged.
+            ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")

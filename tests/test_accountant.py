@@ -394,11 +394,75 @@ def test_states_fill_what_is_given(busy):
     assert set(destination) == {"mine", "history", "mechanism", "releases"}
 
 
-def test_loading_replaces(busy):
+def test_loading_goes_on_with_what_is_there(busy):
+    """Into an empty ledger, an earlier state of the same one, or the very same."""
+    early = busy.state_dict()
+    busy.step(noise_multiplier=1.0, sample_rate=0.1)
+    middle = busy.state_dict()
+    busy.step(noise_multiplier=2.0, sample_rate=0.1)
+    busy.record(release(7.0))
+    late = busy.state_dict()
+    for states in ([late], [early, late], [early, middle, late, late]):
+        there = ExpMAccountant()
+        for state in states:
+            there.load_state_dict(state)
+        assert held(there) == held(busy)
+    # Runs of one kind may be told in several.
     there = ExpMAccountant()
-    there.record(release(7.0))
-    there.load_state_dict(busy.state_dict())
-    assert held(there) == held(busy)
+    there.load_state_dict(early)
+    there.load_state_dict(late | {"history": [(1.0, 0.1, 2), (1.0, 0.1, 2), (2.0, 0.1, 1)]})
+    assert len(there) == len(busy)
+
+
+def _without(state, key, count):
+    return state | {key: state[key][:count]}
+
+
+LOSSES = {
+    "nothing": lambda state: state | {"releases": [], "history": []},
+    "no releases": lambda state: _without(state, "releases", 0),
+    "one release less": lambda state: _without(state, "releases", 1),
+    "another release": lambda state: state | {"releases": [state["releases"][0], release(9.0).to_dict()]},
+    "another order": lambda state: state | {"releases": state["releases"][::-1]},
+    "no steps": lambda state: _without(state, "history", 0),
+    "one step less": lambda state: state | {"history": [(1.0, 0.1, 2)]},
+    "quieter steps": lambda state: state | {"history": [(2.0, 0.1, 3)]},
+    "steps of two kinds": lambda state: state | {"history": [(1.0, 0.1, 2), (9.0, 0.1, 1)]},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loading_never_makes_charges_disappear(busy, loss):
+    """However much the saved ledger holds besides."""
+    before, lost = held(busy), LOSSES[loss](dict(busy.state_dict()))
+    more = {"releases": [*lost["releases"], release(7.0).to_dict()], "history": [*lost["history"], (9.0, 0.1, 5)]}
+    for saved in (lost, lost | more):
+        with pytest.raises(
+            ValueError, match=r"make spent budget disappear\. Load it with a new engine or accountant; or"
+        ):
+            busy.load_state_dict(saved)
+        assert held(busy) == before
+
+
+def test_a_checkpoint_does_not_give_a_budget_back(tmp_path):
+    """Neither an early checkpoint after a later release, nor one of another engine; the module stays as it is."""
+    path, engine, model = tmp_path / "model.pt", ExpMQuadEngine(budget=(1.0, 0.0)), make_model()
+    engine.save_checkpoint(path=path, module=model)
+    private = engine.make_private_expm(model, make_loader(), 1.0, 0.5, 4, **GOOD)
+    before = flat(private)
+    other = ExpMQuadEngine()
+    other.accountant.record(release(0.5))
+    for saved in (engine, other):
+        if saved is other:
+            saved.save_checkpoint(path=path, module=model)
+        with pytest.raises(ValueError, match=r"does not fit this module or ledger: .* make spent budget disappear"):
+            engine.load_checkpoint(path=path, module=private)
+        assert engine.remaining() == 0.0
+        assert torch.equal(flat(private), before)
+    engine.save_checkpoint(path=path, module=private)
+    engine.load_checkpoint(path=path, module=model)
+    assert torch.equal(flat(model), before)
+    assert engine.remaining() == 0.0
 
 
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
@@ -441,8 +505,9 @@ def test_states_that_mix_adjacencies_are_refused(busy):
         with pytest.raises(ValueError, match="replace_one"):
             busy.load_state_dict(mixed)
         assert held(busy) == before
-    busy.load_state_dict({**GOOD_STATE, "history": [], "releases": [replaced]})
-    assert [r.adjacency for r in busy.releases] == ["replace_one"]
+    empty = ExpMAccountant()
+    empty.load_state_dict({**GOOD_STATE, "history": [], "releases": [replaced]})
+    assert [r.adjacency for r in empty.releases] == ["replace_one"]
 
 
 JUNK = st.recursive(
@@ -493,8 +558,6 @@ PLACES = list(places(GOOD_STATE))
 def test_malformed_states_are_refused_and_change_nothing(path, junk):
     """Junk anywhere in a state: a ValueError and the old ledger, or, if the junk happens to be possible, a sound one."""
     accountant = ExpMAccountant()
-    accountant.record(release(0.125))
-    accountant.step(noise_multiplier=4.0, sample_rate=0.25)
     before = held(accountant)
     try:
         accountant.load_state_dict(replaced(GOOD_STATE, path, junk))
@@ -1169,9 +1232,8 @@ def path(tmp_path):
 
 
 def refused(path, match=None):
-    """Loading fails with a ValueError, and neither the module nor the ledger has changed."""
+    """Loading fails with a ValueError, and neither the module nor the ledger has changed, which is empty and takes any."""
     other, module = ExpMQuadEngine(), make_model()
-    other.accountant.record(release(7.0))
     before, ledger = flat(module), held(other.accountant)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about protocols
