@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,9 +202,17 @@ class ExpMAccountant(NotCopied, IAccountant):
     work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
 
     Args:
-        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively.
+        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively. It
+            belongs to the ledger from then on, in its file and in what is saved of it, and cannot be changed. None goes on
+            with the budget of the ledger, if it has one.
         ledger_path: an append-only file in which every charge is on disk before its draw; several processes may
             share it. Charges already in it count.
+
+    Raises:
+        ValueError: the ledger was declared to have another budget.
+
+    A budget that is declared for a ledger with events counts them, and a warning says what it does not cover: events that
+    were chosen by looking at earlier ones, before there was a filter to hold them.
 
     Threads may share an accountant: a charge is judged and written down before another is judged. Processes may not,
     because each would have a ledger of its own; they share a file.
@@ -219,10 +228,32 @@ class ExpMAccountant(NotCopied, IAccountant):
         self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
         self.releases: list[Release | Purchase] = []
-        self.budget = None if budget is None else _budget(budget)
-        self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        self._budget: Filter | None = None
         self._plan: _Plan | None = None
-        self._refresh()
+        declared = None if budget is None else _budget(budget)
+        self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        with self._exclusive():
+            if declared is not None and self._budget is None:
+                if len(self):
+                    _warn_of_a_late_budget(declared, len(self))
+                if self._file is not None:
+                    self._file.append({"budget": dataclasses.asdict(declared)})
+                self._budget = declared
+            self._check_same_budget(declared)
+
+    @property
+    def budget(self) -> Filter | None:
+        """The (ε, δ) that was declared for this ledger."""
+        return self._budget
+
+    def _check_same_budget(self, other: Filter | None) -> None:
+        """Raise if another budget than the ledger's is meant."""
+        if other is not None and self._budget is not None and other != self._budget:
+            raise ValueError(
+                f"budget=({other.epsilon:g}, {other.delta:g}) is not the ledger's, which is ({self._budget.epsilon:g}, "
+                f"{self._budget.delta:g}): it was declared for all that is charged there, and cannot be changed. Leave "
+                "budget out to go on with it"
+            )
 
     def record(self, release: Release | Purchase) -> None:
         """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
@@ -396,17 +427,21 @@ class ExpMAccountant(NotCopied, IAccountant):
         return "expm"
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The ledger as plain numbers and strings."""
+        """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
         state["releases"] = [r.to_dict() for r in self.releases]
+        state["budget"] = None if self._budget is None else dataclasses.asdict(self._budget)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with a saved ledger, after checking every entry. It must begin with what this one holds, if anything.
+        """Go on with a saved ledger and its budget, after checking every entry.
+
+        It must begin with what this one holds, if anything. A budget declared here for a ledger that was saved without one
+        counts everything in it: perhaps nothing remains then.
 
         Raises:
             ValueError: a state of another accountant; an entry that no event can have left; a ledger that lacks charges of
-                this one, which would be forgotten; or a ledger file in use (the file is the ledger then).
+                this one, which would be forgotten; another budget; or a ledger file in use (the file is the ledger then).
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
@@ -419,14 +454,19 @@ class ExpMAccountant(NotCopied, IAccountant):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
+        # Ledgers that were saved before they held budgets have none.
+        budget = None if state_dict.get("budget") is None else _budget_from_dict(state_dict["budget"])
         with self._exclusive():
+            self._check_same_budget(budget)
             if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
                 raise ValueError(
                     "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
                     "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
                     "'module_state_dict'"
                 )
-            self.history, self.releases = history, releases
+            if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
+                _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
+            self.history, self.releases, self._budget = history, releases, budget or self._budget
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -459,20 +499,25 @@ class ExpMAccountant(NotCopied, IAccountant):
             return
         releases: list[Release | Purchase] = []
         history: list[Steps] = []
+        budget: Filter | None = None
         for entry in self._file.entries():
             try:
                 if "release" in entry:
                     releases.append(_event_from_dict(entry["release"]))
+                elif "budget" in entry:
+                    if budget is not None:
+                        raise ValueError("a budget is declared once")
+                    budget = _budget_from_dict(entry["budget"])
                 else:
                     run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
                     history = _with_step(history, run[0], run[1])
             except (KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"{self._file.path} holds an entry that is no release or step: {error}") from error
+                raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
         try:
             _one_adjacency(releases, history)
         except ValueError as error:
             raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history = releases, history
+        self.releases, self.history, self._budget = releases, history, budget
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
@@ -519,6 +564,31 @@ def _budget(budget: tuple[float, float]) -> Filter:
     if not isinstance(budget, tuple) or len(budget) != 2:
         raise TypeError(f"budget must be a pair (epsilon, delta), got {budget!r}")
     return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
+
+
+def _budget_from_dict(facts: Any) -> Filter:
+    """A budget as it was saved.
+
+    Raises:
+        ValueError: missing or unknown facts, or no possible budget.
+    """
+    if not isinstance(facts, Mapping) or set(facts) != {"epsilon", "delta"}:
+        raise ValueError("a budget has exactly the fields 'epsilon' and 'delta'")
+    try:
+        return _budget((facts["epsilon"], facts["delta"]))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
+    """Say what a budget covers that was not declared first."""
+    warnings.warn(
+        f"budget=({budget.epsilon:g}, {budget.delta:g}) is declared for a ledger that holds {events} charges already. They "
+        "count against it, but it covers them only if they, and the budget, were settled before any of them was made: what "
+        "was chosen by looking at earlier results without a budget is not covered. Declare a budget when a ledger begins",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _steps(run: Any) -> Steps:

@@ -74,7 +74,8 @@ class ExpMQuadEngine(NotCopied):
             trained on the same data); a new one by default.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
             (see ``opacus_expm.secure``).
-        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched.
+        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
+            the ledger: declare it when the ledger begins, and leave it out to go on with one.
         ledger_path: append-only file in which every charge is on disk before its draw.
         distributed: share the work among the ranks of ``torch.distributed``. None does so where a process group of several
             ranks is initialised, as under ``torchrun``: every rank then makes the same calls with a loader over the whole

@@ -34,6 +34,7 @@ from opacus_expm import (
 )
 from opacus_expm.accountant import PlannedEvent
 from opacus_expm.calibration import calibrate
+from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import Sensitivity
 
 FACTS = {
@@ -365,8 +366,9 @@ def busy():
 
 def test_states_round_trip(busy):
     state = busy.state_dict()
-    assert set(state) == {"history", "mechanism", "releases"}
+    assert set(state) == {"history", "mechanism", "releases", "budget"}
     assert state["mechanism"] == "expm"
+    assert state["budget"] is None
     there = ExpMAccountant()
     there.load_state_dict(state)
     assert held(there) == held(busy)
@@ -391,7 +393,7 @@ def test_states_are_copies(busy):
 def test_states_fill_what_is_given(busy):
     destination = {"mine": 1}
     assert busy.state_dict(destination) is destination
-    assert set(destination) == {"mine", "history", "mechanism", "releases"}
+    assert set(destination) == {"mine", "history", "mechanism", "releases", "budget"}
 
 
 def test_loading_goes_on_with_what_is_there(busy):
@@ -712,6 +714,134 @@ def test_a_budget_is_not_duplicated(make, duplicate):
         TypeError, match=rf"{make.__name__} is neither copied nor pickled.* second budget.*ledger_path="
     ):
         duplicate(make(budget=(1.0, 0.0)))
+
+
+# --- A budget belongs to its ledger ----------------------------------------------------------------------------------
+
+LATE = r"declared for a ledger that holds 1 charges already\. They count against it, but it covers them only if"
+
+
+def test_a_budget_cannot_be_changed():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    with pytest.raises(AttributeError):
+        accountant.budget = composition.Filter(9.0, 0.0)
+    assert accountant.budget == composition.Filter(1.0, 0.0)
+
+
+def test_a_budget_is_written_into_its_file(tmp_path):
+    """Whoever opens the file keeps it, also if they did not name it."""
+    path = tmp_path / "ledger.jsonl"
+    first = ExpMAccountant(budget=(1.0, 1e-6), ledger_path=path)
+    kinds = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kinds[1]["budget"] == {"epsilon": 1.0, "delta": 1e-6}  # right after the header, before any charge
+    first.record(release(0.75))
+    content = path.read_bytes()
+    for again in (ExpMAccountant(ledger_path=path), ExpMAccountant(ledger_path=path, budget=(1.0, 1e-6))):
+        assert again.budget == first.budget
+        assert again.remaining() == first.remaining()
+        with pytest.raises(BudgetExceeded):
+            again.record(release(0.5))
+    assert path.read_bytes() == content  # declared once
+
+
+@pytest.mark.parametrize("other", [(2.0, 1e-6), (0.5, 1e-6), (1.0, 1e-5), (1.0, 0.0)])
+def test_another_budget_is_refused(tmp_path, other):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(1.0, 1e-6), ledger_path=path)
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=r"is not the ledger's, which is \(1, 1e-06\): .* Leave budget out"):
+        ExpMAccountant(budget=other, ledger_path=path)
+    with pytest.raises(ValueError, match="is not the ledger's"):
+        ExpMQuadEngine(budget=other, ledger_path=path)
+    assert path.read_bytes() == content
+
+
+def test_a_budget_that_another_process_declares_is_kept_by_all(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    before = ExpMAccountant(ledger_path=path)
+    assert before.remaining() == math.inf
+    ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    with pytest.raises(BudgetExceeded):
+        before.record(release(1.5))
+    before.record(release(0.5))
+    assert before.remaining() == 0.5
+
+
+def test_a_late_budget_counts_what_was_charged_and_says_what_it_covers(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(ledger_path=path).record(release(0.75))
+    with pytest.warns(UserWarning, match=LATE) as said:
+        accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    assert said[0].filename == __file__
+    assert accountant.remaining() == 0.25
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert ["budget" in entry for entry in entries] == [False, False, True]  # the file tells what came before
+    # It is declared by then: no second word.
+    assert ExpMAccountant(ledger_path=path, budget=(1.0, 0.0)).remaining() == 0.25
+    # A warning that is made an error leaves the file as it was.
+    ExpMAccountant(ledger_path=tmp_path / "other").record(release(0.75))
+    content = (tmp_path / "other").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="already"):
+            ExpMAccountant(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"budget": {"epsilon": 1.0, "delta": 0.0}},  # a second one
+        {"budget": {"epsilon": 0.0, "delta": 0.0}},
+        {"budget": {"epsilon": "1", "delta": 0.0}},
+        {"budget": {"epsilon": 1.0}},
+        {"budget": [1.0, 0.0]},
+        {"budget": None},
+    ],
+)
+def test_a_budget_that_nobody_declared_is_refused(tmp_path, entry):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    LedgerFile(path).append(entry)
+    with pytest.raises(LedgerError, match="holds an entry that is no charge or budget"):
+        ExpMAccountant(ledger_path=path)
+    state = ExpMAccountant().state_dict() | entry
+    if entry["budget"] not in (None, {"epsilon": 1.0, "delta": 0.0}):
+        with pytest.raises(ValueError, match="budget"):
+            ExpMAccountant().load_state_dict(state)
+
+
+def test_budgets_are_saved_and_loaded(tmp_path):
+    """A checkpoint carries the budget; what is loaded may leave less of a budget than there was, never more."""
+    engine, path = ExpMQuadEngine(budget=(1.0, 0.0)), tmp_path / "model.pt"
+    private = engine.make_private_expm(make_model(), make_loader(), 0.75, 0.5, 4, **GOOD)
+    engine.save_checkpoint(path=path, module=private)
+    for there in (ExpMQuadEngine(), ExpMQuadEngine(budget=(1.0, 0.0))):
+        there.load_checkpoint(path=path, module=make_model())
+        assert there.remaining() == 0.25
+        with pytest.raises(BudgetExceeded):
+            there.make_private_expm(make_model(), make_loader(), 0.5, 0.5, 4, **GOOD)
+    for other in ((9.0, 0.0), (0.5, 0.0)):
+        there, module = ExpMQuadEngine(budget=other), make_model()
+        with pytest.raises(ValueError, match="is not the ledger's"):
+            there.load_checkpoint(path=path, module=module)
+        assert len(there.accountant) == 0
+        assert torch.equal(flat(module), flat(make_model()))
+
+
+def test_a_ledger_saved_without_a_budget_counts_against_one():
+    free = ExpMAccountant()
+    free.record(release(0.75))
+    state = free.state_dict()
+    old = {key: value for key, value in state.items() if key != "budget"}  # as earlier versions saved it
+    for saved, budget, remains in ((state, 1.0, 0.25), (old, 1.0, 0.25), (state, 0.5, 0.0)):
+        there = ExpMAccountant(budget=(budget, 0.0))
+        with pytest.warns(UserWarning, match=LATE):
+            there.load_state_dict(saved)
+        assert there.remaining() == remains
+        there.load_state_dict(there.state_dict())
+        there.load_state_dict(saved)  # nothing new, and nothing to say
+        assert there.budget == composition.Filter(budget, 0.0)
 
 
 SPENT = st.lists(st.tuples(st.floats(0.01, 0.5), st.one_of(st.just(math.inf), st.floats(0.02, 0.5))), max_size=12)
@@ -1061,7 +1191,9 @@ def test_a_budget_is_not_kept_without_a_guarantee(tmp_path):
     with accountant.planned([[PlannedEvent(0.5)]], 0.5, 0.0), pytest.raises(NoGuarantee):
         accountant.record(release(0.5, bounds="paper"))
     assert len(accountant) == 0
-    ExpMAccountant(ledger_path=tmp_path / "ledger").record(release(0.5, bounds="paper"))
+    ExpMAccountant(ledger_path=tmp_path / "other").record(release(0.5, bounds="paper"))
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        accountant = ExpMAccountant(budget=(5.0, DELTA), ledger_path=tmp_path / "other")
     for refused in (accountant.record, accountant.check):
         with pytest.raises(NoGuarantee):
             refused(release(0.5))
@@ -1263,7 +1395,7 @@ def test_checkpoints_hold_no_statistics(engine, path):
         k: v.shape for k, v in make_model().state_dict().items()
     }
     ledger = content["privacy_accountant_state_dict"]
-    assert set(ledger) == {"history", "mechanism", "releases"}
+    assert set(ledger) == {"history", "mechanism", "releases", "budget"}
     assert [set(facts) for facts in ledger["releases"]] == [set(FACTS)]
     assert all(value is None or isinstance(value, int | float | str) for value in ledger["releases"][0].values())
 

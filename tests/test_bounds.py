@@ -525,7 +525,7 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
             call()
     assert len(engine.accountant) == 0
     # Statistics of an engine without a budget cannot be released by one that has a budget either.
-    other = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    other = ExpMQuadEngine(ledger_path=tmp_path / "other")
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         statistics = other.gather(model, _loader(dataset), 4, **options)
     with pytest.raises(NoGuarantee):
@@ -533,6 +533,8 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
     assert len(engine.accountant) == 0
     # And once such a release is in the ledger, no budget can be kept.
     other.release(statistics, 0.5, 0.3)
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
     given = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
     with pytest.raises(NoGuarantee):
         engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **given)

@@ -170,6 +170,23 @@ def test_epsilon_tells_what_a_ledger_cost(tmp_path, capsys):
     assert [e["release"]["epsilon"] for e in found["events"]] == [0.25, 0.5]
 
 
+def test_epsilon_tells_the_budget(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(2.0, 1e-6), ledger_path=path)
+    assert cli.main(["epsilon", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("  budget: epsilon 2, delta 1e-06")
+    late = tmp_path / "late.jsonl"
+    _ledger(late)
+    with pytest.warns(UserWarning, match="already"):
+        ExpMAccountant(budget=(2.0, 1e-6), ledger_path=late)
+    assert cli.main(["epsilon", str(late)]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[2].endswith("  budget: epsilon 2, delta 1e-06, declared after 2 charges")
+    )
+    assert cli.main(["epsilon", str(late), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"] == {"epsilon": 2.0, "delta": 1e-6}
+
+
 def test_epsilon_of_a_draw_whose_range_is_not_known(tmp_path, capsys):
     path = tmp_path / "ledger.jsonl"
     drawn = _ledger(tmp_path / "another.jsonl").accountant.releases[1]

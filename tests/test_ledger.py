@@ -94,6 +94,57 @@ def test_format(path, complete):
     assert json.loads(lines[5])["step"] == {"noise_multiplier": 2.0, "sample_rate": 0.25}
 
 
+def test_ledgers_of_earlier_versions_are_read(path):
+    """As they were written before they held budgets: a header, a purchase, a release and a step."""
+    bought = {
+        "epsilon_range": 0.05,
+        "adjacency": "add_remove",
+        "bound": "max_grad_norm",
+        "quantile": 0.8,
+        "nominal_size": 40,
+    }
+    drawn = {
+        "epsilon_range": 0.5,
+        "mu": None,
+        "adjacency": "add_remove",
+        "epsilon": 0.55,
+        "delta": 0.0,
+        "calibration": "range",
+        "radius": 0.5,
+        "regularization": 0.0,
+        "nominal_size": 40,
+        "max_grad_norm": 1.0,
+        "max_curvature": 1.0,
+        "projection": "stiefel",
+        "proj_dim": 5,
+        "seed": 1,
+        "sampler": "exact",
+        "failure_probability": 0.0,
+        "bounds": "bought",
+        "clipping": "separate",
+        "round": 1,
+        "rounds": 1,
+    }
+    stamp = {"time": "2025-01-01T00:00:00+00:00"}
+    lines = [b""]
+    for entry in (
+        {"format": "opacus-expm ledger", "version": 1},
+        {"release": bought, **stamp},
+        {"release": drawn, **stamp},
+        {"step": {"noise_multiplier": 2.0, "sample_rate": 0.25}, **stamp},
+    ):
+        linked = {**entry, "previous": hashlib.sha256(lines[-1]).hexdigest()}
+        seal = hashlib.sha256(json.dumps(linked).encode()).hexdigest()
+        lines.append(json.dumps({**linked, "sha256": seal}).encode())
+    path.write_bytes(b"\n".join(lines[1:]) + b"\n")
+    accountant = ExpMAccountant(ledger_path=path)
+    assert accountant.budget is None
+    assert [event.epsilon_range for event in accountant.releases] == [0.05, 0.5]
+    assert accountant.history == [(2.0, 0.25, 1)]
+    accountant.record(release(0.25))
+    assert [event.epsilon_range for event in charged(path)[0]] == [0.05, 0.5, 0.25]
+
+
 def test_reopening_gives_the_same_totals(path):
     first = ExpMAccountant(ledger_path=path)
     first.record(release(0.7))
@@ -707,7 +758,7 @@ def test_two_processes_keep_one_budget(path, tmp_path, nursery):
     assert sum(refused) == 20
     assert max(refused) <= 25
     assert ExpMAccountant(ledger_path=path).get_epsilon() == 3.75
-    assert len(verify_chain(path)) == 31
+    assert len(verify_chain(path)) == 32  # a header, the budget, and thirty charges
 
 
 def test_a_process_killed_at_any_moment_has_charged_what_it_released(path, tmp_path, nursery):
