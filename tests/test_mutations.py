@@ -196,6 +196,16 @@ def bought_bounds_are_in_the_ledger():
     assert private.get_epsilon(0.0) == pytest.approx(20.0, rel=1e-9)
 
 
+def no_pure_epsilon_by_mu_with_bought_bounds():
+    """c·W is a function of what was bought: with another bound it is another number."""
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    private = ExpMQuadEngine()
+    arguments = {**LINE, "max_grad_norm": None, "epsilon": 5.0, "delta": 1e-5, "regularization": 1.0}
+    private.make_private_expm(model, loader, calibration="gaussian", **arguments)
+    assert private.get_epsilon(1e-5) <= 5.0
+    assert private.get_epsilon(0.0) == math.inf
+
+
 def law_of_bought_bounds():
     """How often each grid point is chosen, on two data sets: the ratio may be e^ε at the most."""
     norms = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -424,6 +434,22 @@ def _half_a_charge(patch):
     patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
 
 
+def _range_from_bought_bounds(patch):
+    original = engine.ExpMQuadEngine._calibrate
+    found = []
+
+    def calibrate(*args, **kwargs):
+        found.append(original(*args, **kwargs))
+        return found[-1]
+
+    def cost(allowance, method, adjacency):
+        return found[-1].epsilon_range, found[-1].mu
+
+    patch.setattr(ExpMQuadEngine, "_calibrate", calibrate)
+    patch.setattr(ExpMQuadEngine, "_plans", lambda *_: [])
+    patch.setattr(engine, "cost_whatever_the_bounds", cost)
+
+
 def _free_purchases(patch):
     original = ExpMAccountant.record
 
@@ -495,6 +521,11 @@ DEFECTS = (
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
     Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),
+    Defect(
+        "a range that follows from bought bounds is charged",
+        _range_from_bought_bounds,
+        no_pure_epsilon_by_mu_with_bought_bounds,
+    ),
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
