@@ -690,17 +690,21 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
         assert ranged[0].admits(ranged[1], [])
 
 
-def test_a_plan_is_judged_by_its_total_only_where_nothing_came_before():
+def test_a_plan_is_judged_by_its_total():
     budget, delta = Filter(1.0, 1e-5), 1e-5
     whole = copies(3, math.inf, curves.gaussian_mu(1.0, delta) / math.sqrt(3) * (1 - 1e-12))
     assert not budget.admits(whole, [])  # one by one δ is shared among the conditions
-    assert budget.admits_plan([], [], whole)
-    assert not budget.admits_plan([], [], [*whole, Event(1e-3)])
-    assert not budget.admits_plan([Event(1e-6)], [], whole)
-    assert not budget.admits_plan([], [(50.0, 0.01, 1)], whole)
-    # What the filter itself admits may come at any time.
-    assert Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(5, 0.1))
-    assert not Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(6, 0.1))
+    assert budget.admits_total(whole)
+    assert not budget.admits_total([*whole, Event(1e-3)])
+
+
+def test_the_pure_condition_needs_no_delta():
+    budget = Filter(1.0, 1e-5)
+    assert budget.admits_pure(copies(4, 0.25, 0.1), [])
+    assert not budget.admits_pure([*copies(4, 0.25), Event(1e-6)], [])
+    assert not budget.admits_pure([Event(math.inf, 0.01)], [])
+    assert not budget.admits_pure([Event(0.5, failure_probability=1e-15)], [])
+    assert not budget.admits_pure([Event(0.5)], [(50.0, 0.01, 1)])
 
 
 @settings(max_examples=60)
@@ -714,7 +718,7 @@ def test_a_plan_that_passes_is_within_the_budget_and_so_is_what_follows(epsilon,
     budget, plan = Filter(epsilon, delta), [Event(*event) for event in planned]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # takes long, and is not needed
-        if not budget.admits_plan([], [], plan):
+        if not budget.admits_total(plan):
             assert total_epsilon(plan, [], delta).epsilon > epsilon
             return
         assert total_epsilon(plan, [], delta).epsilon <= epsilon * (1 + 1e-12)

@@ -376,7 +376,7 @@ def _charge_after_the_draw(patch):
 
     def late(self, *args, **kwargs):
         charges = []
-        record, self.accountant.record = self.accountant.record, charges.append
+        record, self.accountant.record = self.accountant.record, lambda charge, **_: charges.append(charge)
         try:
             module = original(self, *args, **kwargs)
         finally:
@@ -412,9 +412,9 @@ def _range_from_bought_bounds(patch):
 def _free_purchases(patch):
     original = ExpMAccountant.record
 
-    def record(self, event):
+    def record(self, event, **options):
         if not isinstance(event, Purchase):
-            original(self, event)
+            original(self, event, **options)
 
     patch.setattr(ExpMAccountant, "record", record)
 
