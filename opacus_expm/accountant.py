@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, overload
@@ -142,6 +142,8 @@ class Purchase:
         bound: ``"max_grad_norm"`` or ``"max_curvature"``.
         quantile: which quantile was asked for.
         nominal_size: N.
+        receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
+            were written before there were receipts.
     """
 
     epsilon_range: float
@@ -149,6 +151,7 @@ class Purchase:
     bound: str
     quantile: float
     nominal_size: int
+    receipt: str = ""
 
     mu = math.inf
     failure_probability = 0.0
@@ -160,6 +163,8 @@ class Purchase:
         _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
         _check.fraction("quantile", self.quantile)
         _check.positive_int("nominal_size", self.nominal_size)
+        if not isinstance(self.receipt, str):
+            raise TypeError(f"receipt must be a name, got {self.receipt!r}")
 
     @property
     def epsilon(self) -> float:
@@ -180,7 +185,7 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
     if not isinstance(facts, Mapping) or "bound" not in facts:
         return Release.from_dict(facts)
     names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) != names:
+    if set(facts) | {"receipt"} != names:
         raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
     try:
         return Purchase(**facts)
@@ -457,6 +462,21 @@ class ExpMAccountant(NotCopied, IAccountant):
             return 0.0
         digits = 10.0 ** (5 - math.floor(math.log10(low)))
         return math.floor(low * digits) / digits
+
+    def check_paid(self, receipts: Set[str]) -> None:
+        """Raise if bounds with these receipts were not all bought from this ledger.
+
+        Raises:
+            ValueError: what was paid elsewhere would be missing in this ledger's total.
+        """
+        with self._exclusive():
+            held = {event.receipt for event in self.releases if isinstance(event, Purchase)}
+        if not receipts <= held:
+            raise ValueError(
+                "the bounds of these statistics were bought, and charged to another ledger: release from them with the "
+                "engine that gathered them, or with one that shares its ledger (accountant= or ledger_path=); or gather "
+                "them again with this engine"
+            )
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""

@@ -496,6 +496,7 @@ class ExpMQuadEngine(NotCopied):
         the pass is complete. It needs a ``projection_seed``, and bounds that are not bought.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
+        Where bounds were bought, only an engine whose ledger paid for them can release from it.
         """
         options: dict[str, Any] = {
             "criterion": criterion,
@@ -596,7 +597,7 @@ class ExpMQuadEngine(NotCopied):
         progress: bool | None,
         given: Bounds,
         curvature: PublicCurvature | None,
-        known: tuple[Bounds, str] | None,
+        known: tuple[Bounds, str, frozenset[str]] | None,
         admission: Admission | None,
     ) -> tuple[Workbench, dict[str, Any]]:
         """What ``gather`` needs before its pass: a workbench, and the bounds, after the first round those of that."""
@@ -630,9 +631,9 @@ class ExpMQuadEngine(NotCopied):
             joint_radius = _check.positive("radius", radius)
         remembered: Remembered | None = None
         missing = [name for name, value in given.items() if value is None]
-        source = "given"
+        source, receipts = "given", frozenset[str]()
         if known is not None:
-            given, source = known
+            given, source, receipts = known
         elif bounds == "paper":
             given, source = self._paper_bounds(model, loader, settings), "paper"
         elif missing and public_loader is not None:
@@ -641,7 +642,7 @@ class ExpMQuadEngine(NotCopied):
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
             check_noise_generator(noise_generator)
-            given, remembered = self._buy_bounds(
+            given, receipts, remembered = self._buy_bounds(
                 bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius, admission
             )
             source = "bought"
@@ -662,6 +663,7 @@ class ExpMQuadEngine(NotCopied):
             "max_curvature": c_h,
             "nominal_size": size,
             "bounds": source,
+            "receipts": receipts,
             "joint_radius": joint_radius,
             "remembered": remembered,
             "ranks": ranks,
@@ -833,15 +835,15 @@ class ExpMQuadEngine(NotCopied):
         noise_generator: torch.Generator | np.random.Generator | None,
         joint_radius: float | None,
         admission: Admission | None,
-    ) -> tuple[Bounds, Remembered]:
+    ) -> tuple[Bounds, frozenset[str], Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
+        ranks = self._ranks
         purchases = [
-            Purchase(price, adjacency, name, QUANTILES[name], nominal_size)
+            Purchase(price, adjacency, name, QUANTILES[name], nominal_size, ranks.random_name())
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
             warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
-        ranks = self._ranks
         remembered = bench.remember(
             loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius, ranks=ranks
         )
@@ -858,7 +860,7 @@ class ExpMQuadEngine(NotCopied):
             found[purchase.bound] = float(ranks.from_leader(torch.tensor([bound], dtype=torch.float64)))
             if not ranks.leads:
                 self.accountant.note(purchase, admission=admission)
-        return found, remembered
+        return found, frozenset(purchase.receipt for purchase in purchases), remembered
 
     def release(
         self,
@@ -919,6 +921,7 @@ class ExpMQuadEngine(NotCopied):
             adjacency=adjacency,
             calibration=calibration,
         )
+        self.accountant.check_paid(statistics.receipts)
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
         check_noise_generator(noise_generator)
@@ -1258,7 +1261,7 @@ class _Rounds:
         self._gathering, self._calibrating, self._drawing = gathering, calibrating, drawing
         self._way: Allowance | None = None
         self._curvature: PublicCurvature | None = None
-        self._known: tuple[Bounds, str] | None = None
+        self._known: tuple[Bounds, str, frozenset[str]] | None = None
         # Admitted here, and named wherever a round charges: a training loop's rounds outlive the call.
         earlier: Admission | None = instead_of._admission if isinstance(instead_of, _Rounds) else None
         self._admission: Admission = engine.accountant.admit(
@@ -1302,6 +1305,7 @@ class _Rounds:
             self._known = (
                 {"max_grad_norm": sums.max_grad_norm, "max_curvature": sums.max_curvature},
                 statistics.bounds,
+                statistics.receipts,
             )
         return self._engine._draw(
             statistics,
