@@ -46,6 +46,7 @@ from opacus_expm.density import Array
 
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
 _FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+_SHARES = len(_FILTER_ORDERS) + 2  # of δ: one for each order, one for Gaussian composition, one for failures
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
@@ -288,6 +289,10 @@ class Filter:
     condition j would fail, is held by filter j, and does the same on B_j. So P(S ∩ B_j) ≤ e^ε Q(S ∩ B_j) + δ_j for every set
     S of outputs, and the sum over j is P(S) ≤ e^ε Q(S) + Σδ_j, where Σδ_j ≤ δ.
 
+    **Failures.** Draws made in secure mode are within a total variation of the exact mechanism. The sum Σ of these adds
+    (1+e^ε)Σ to δ (``total_epsilon``), for the largest Σ that the outputs can lead to. So failures have a share of δ of their
+    own, which is the same whatever comes. (Were they taken off δ as they come, parts with few of them would keep too much.)
+
     **A plan** is a list of events that is fixed before any output exists. If it comes first, and its total
     (``total_epsilon``, which may need all of δ) is within the budget, it may be charged even where no condition holds
     for the whole of it. That adds a part A to the parts B_j: the outputs after which the charges are those of the plan,
@@ -305,18 +310,18 @@ class Filter:
 
     def admits(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
         """Whether these events together are within the budget."""
-        failure = math.fsum(e.failure_probability for e in events)
-        delta = self.delta - (1 + math.exp(min(self.epsilon, 700.0))) * failure if failure else self.delta
-        if delta < 0:
-            return False
         slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
+        failure = _failure_delta(self.epsilon, math.fsum(e.failure_probability for e in events))
+        first = len(events) == 1 and not steps and failure <= self.delta
+        if first and _exact_total(events, [], self.delta - failure).epsilon <= slack:
+            return True
+        share = self.delta / _SHARES
+        if failure > share:
+            return False
         if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
             return True
-        if len(events) == 1 and not steps and _exact_total(events, [], delta).epsilon <= slack:
-            return True
-        if delta == 0:
+        if self.delta == 0:
             return False
-        share = delta / (len(_FILTER_ORDERS) + 1)
         for i, order in enumerate(_FILTER_ORDERS):
             rdp = math.fsum(_rdp(e.epsilon_range, e.mu, order) for e in events)
             rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)
