@@ -238,9 +238,8 @@ class ExpMAccountant(NotCopied, IAccountant):
         self.releases: list[Release | Purchase] = []
         self._budget: Filter | None = None
         self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
-        self._begun: Callable[[], Admission | None] = lambda: (
-            None
-        )  # a weak reference: an abandoned plan reserves nothing
+        # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
+        self._begun: Callable[[], Admission | None] = lambda: None
         declared = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
         with self._exclusive():
@@ -288,9 +287,10 @@ class ExpMAccountant(NotCopied, IAccountant):
             followed, running = self._followed(admission, release), self._running()
             if followed is None:
                 self._check_room([release], release.epsilon, release.delta)
+            claims = followed is not None and followed.by_total
+            self._claimed = self._claimed or claims  # before the charge: an interrupt must not come in between
             if self._file is not None:
-                mark = {"claims_delta": True} if followed is not None and followed.by_total else {}
-                self._file.append({"release": release.to_dict(), **mark})
+                self._file.append({"release": release.to_dict(), **({"claims_delta": True} if claims else {})})
             self.releases.append(release)
             self._keep_up(release, followed, running)
 
@@ -303,6 +303,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             followed, running = self._followed(admission, release), self._running()
             with self._exclusive():
                 if self._file is None:
+                    self._claimed = self._claimed or (followed is not None and followed.by_total)
                     self.releases.append(release)
                 self._keep_up(release, followed, running)
 
@@ -315,7 +316,6 @@ class ExpMAccountant(NotCopied, IAccountant):
     def _keep_up(self, release: Release | Purchase, followed: Admission | None, running: Admission | None) -> None:
         """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
         if followed is not None:
-            self._claimed = self._claimed or followed.by_total
             followed.charged(release)
             if running is None:
                 self._begun = weakref.ref(followed)

@@ -1030,6 +1030,27 @@ def test_what_a_plan_by_its_total_leaves_is_pure(how, where, tmp_path):
     assert accountant.get_epsilon(0.0) <= 1.0
 
 
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_an_interrupt_in_the_first_charge_of_a_plan_does_not_free_its_delta(where, tmp_path, monkeypatch):
+    accountant = ExpMAccountant(
+        budget=(1.0, DELTA), ledger_path=None if where == "memory" else tmp_path / "ledger.jsonl"
+    )
+    mu = MU / math.sqrt(3) * (1 - 1e-9)
+    admission = accountant.admit(planned_draws(3), 1.0, DELTA)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpMAccountant, "_keep_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accountant.record(by_mu(mu), admission=admission)
+    assert len(accountant) == 1
+    for more in (admission, None):
+        with pytest.raises(BudgetExceeded, match="has to be pure"):
+            accountant.record(by_mu(mu), admission=more)
+
+
 def test_a_plan_that_was_not_begun_reserves_nothing():
     """A loop that is built again and again, as in a notebook, does not lock itself out."""
     accountant = ExpMAccountant(budget=(1.0, DELTA))
