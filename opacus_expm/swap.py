@@ -106,6 +106,9 @@ class Rounds(Protocol):
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
         """Charge, then draw."""
 
+    def end(self) -> None:
+        """No further round is going to be drawn."""
+
 
 # --- losses ---------------------------------------------------------------------------------------------------------
 
@@ -299,6 +302,7 @@ class Training(PrivateValues):
             self._epoch.broken, self._epoch.statistics = message, None
         self._ended = message
         self._epoch = self._gather = self._copy = None
+        self._rounds.end()
         self._forward.remove()
 
     def batches(self) -> Iterator[Any]:
@@ -689,6 +693,12 @@ def check_protocol(
         _check.one_of("grad_sample_mode", grad_sample_mode, ("ghost", "hooks", "functorch"))
     mode = None if grad_sample_mode == "ghost" else grad_sample_mode
     return ("separate" if clipping == "flat" else clipping), mode
+
+
+def unfinished(module: nn.Module) -> Rounds | None:
+    """The rounds of an unfinished loop of this module, which the next one puts an end to."""
+    earlier = vars(module).get("forward")
+    return earlier.training._rounds if isinstance(earlier, _Forward) else None
 
 
 def stand_ins(

@@ -6,11 +6,15 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
+import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,12 +24,28 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
-from opacus_expm.accountant import ExpMAccountant, Purchase
+from opacus_expm import (
+    ExpMQuadEngine,
+    _files,
+    accountant,
+    audit,
+    composition,
+    curves,
+    data,
+    engine,
+    grad_sample,
+    ledger,
+    private_file,
+    sampling,
+    statistics,
+    sums,
+)
+from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, Purchase, Release
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
+from opacus_expm.plans import Admission, PlannedEvent
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -204,6 +224,114 @@ def no_pure_epsilon_by_mu_with_bought_bounds():
     private.make_private_expm(model, loader, calibration="gaussian", **arguments)
     assert private.get_epsilon(1e-5) <= 5.0
     assert private.get_epsilon(0.0) == math.inf
+
+
+PLANNED = Release(
+    *(math.inf, curves.gaussian_mu(1.0, 1e-5) / math.sqrt(3) * (1 - 1e-9), "add_remove", 1.0, 1e-5, "gaussian"),
+    *(1.0, 1.0, 40, 1.0, 0.0, "stiefel", 1, 0),
+)  # a third of (1, 1e-5)
+PURE = dataclasses.replace(PLANNED, epsilon_range=0.6, mu=math.inf, epsilon=0.6, delta=0.0, calibration="range")
+
+
+def _is_refused(charge, error=BudgetExceeded):
+    try:
+        charge()
+    except error:
+        return True
+    return False
+
+
+def threads_share_one_budget():
+    """The first is judged for as long as the second may need to be judged as well, were there no lock."""
+    accountant, together, admits = ExpMAccountant(budget=(1.0, 0.0)), threading.Barrier(2), composition.Filter.admits
+    refused = []
+
+    def slow(self, *args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.1)
+        return admits(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition.Filter, "admits", slow)
+        patch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message
+        work = lambda: refused.append(_is_refused(lambda: accountant.record(PURE)))  # noqa: E731
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                step(thread)
+    assert sorted(refused) == [False, True]
+
+
+def copies_are_refused():
+    for thing in (ExpMAccountant(budget=(1.0, 0.0)), ExpMQuadEngine(budget=(1.0, 0.0))):
+        assert _is_refused(lambda thing=thing: copy.copy(thing), TypeError), "a second budget"
+
+
+def loading_forgets_nothing():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    early = accountant.state_dict()
+    accountant.record(PURE)
+    with contextlib.suppress(ValueError):
+        accountant.load_state_dict(early)
+    assert accountant.remaining() == 0.4
+
+
+def deleted_ledgers_are_noticed():
+    with tempfile.TemporaryDirectory() as directory:
+        accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=Path(directory) / "ledger")
+        accountant.record(PURE)
+        (Path(directory) / "ledger").unlink()
+        assert _is_refused(lambda: accountant.record(PURE), ledger.LedgerError)
+
+
+def links_share_one_lock():
+    with tempfile.TemporaryDirectory() as directory:
+        path, link = Path(directory) / "ledger", Path(directory) / "link"
+        link.symlink_to(path)
+        locks = [ledger.LedgerFile(p).locked().lock_file for p in (path, link)]
+        assert locks[0] == locks[1]
+
+
+def budgets_stay_with_their_ledgers():
+    with tempfile.TemporaryDirectory() as directory:
+        ExpMAccountant(budget=(1.0, 0.0), ledger_path=Path(directory) / "ledger").record(PURE)
+        assert ExpMAccountant(ledger_path=Path(directory) / "ledger").remaining() == 0.4
+
+
+def bought_bounds_are_paid_where_they_are_used():
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    arguments = {"criterion": nn.MSELoss(), "max_curvature": 0.0, "epsilon": 20.0}
+    found = ExpMQuadEngine().gather(model, loader, None, **arguments)
+    other = ExpMQuadEngine()
+    assert _is_refused(lambda: other.release(found, 1.0, 1.0), ValueError), "a purchase that is in no total"
+
+
+def nothing_uses_the_delta_of_a_plan():
+    accountant = ExpMAccountant(budget=(1.0, 1e-5))
+    admission = accountant.admit([[PlannedEvent(math.inf, PLANNED.mu)] * 3], 1.0, 1e-5)
+    accountant.record(PLANNED, admission=admission)
+    assert _is_refused(lambda: accountant.record(PLANNED)), "while it is under way"
+    admission.end()
+    assert _is_refused(lambda: accountant.record(PLANNED)), "after it was given up"
+
+
+def rounds_keep_what_they_reserved():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    admission = accountant.admit([[PlannedEvent(0.3)] * 3], 0.9, 0.0)
+    third = dataclasses.replace(PURE, epsilon_range=0.3)
+    accountant.record(third, admission=admission)
+    with contextlib.suppress(BudgetExceeded):
+        accountant.record(PURE)
+    for _ in range(2):
+        assert not _is_refused(lambda: accountant.record(third, admission=admission))
+
+
+def nothing_is_left_of_killed_writes():
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "file"
+        path.with_name("file.0123456789abcdef.part").write_bytes(b"sums over private records")
+        private_file.PassFile(path, {})
+        assert list(Path(directory).iterdir()) == []
 
 
 def law_of_bought_bounds():
@@ -417,7 +545,7 @@ def _charge_after_the_draw(patch):
 
     def late(self, *args, **kwargs):
         charges = []
-        record, self.accountant.record = self.accountant.record, charges.append
+        record, self.accountant.record = self.accountant.record, lambda charge, **_: charges.append(charge)
         try:
             module = original(self, *args, **kwargs)
         finally:
@@ -453,11 +581,60 @@ def _range_from_bought_bounds(patch):
 def _free_purchases(patch):
     original = ExpMAccountant.record
 
-    def record(self, event):
+    def record(self, event, **options):
         if not isinstance(event, Purchase):
-            original(self, event)
+            original(self, event, **options)
 
     patch.setattr(ExpMAccountant, "record", record)
+    _paid_anywhere(patch)  # the draw would be refused
+
+
+def _no_lock_for_threads(patch):
+    patch.setattr(accountant, "threading", SimpleNamespace(RLock=contextlib.nullcontext))
+
+
+def _copies(patch):
+    patch.delattr(accountant.NotCopied, "__reduce__")
+
+
+def _any_ledger_is_loaded(patch):
+    def load(self, state):
+        self.releases = [Release.from_dict(facts) for facts in state["releases"]]
+
+    patch.setattr(ExpMAccountant, "load_state_dict", load)
+
+
+def _new_file_for_a_deleted_one(patch):
+    patch.setattr(ledger.LedgerFile, "_content", lambda self: self.path.read_bytes() if self.path.exists() else b"")
+
+
+def _lock_of_the_link(patch):
+    def init(self, path):
+        self.path, self._seen = Path(path), b""
+        self._lock = ledger.FileLock(f"{path}.lock")
+
+    patch.setattr(ledger.LedgerFile, "__init__", init)
+
+
+def _budget_of_the_object(patch):
+    original = ledger.LedgerFile.entries
+    patch.setattr(ledger.LedgerFile, "entries", lambda self: [e for e in original(self) if "budget" not in e])
+
+
+def _paid_anywhere(patch):
+    patch.setattr(ExpMAccountant, "check_paid", lambda *_: None)
+
+
+def _shares_beside_a_plan(patch):
+    patch.setattr(composition.Filter, "admits_pure", composition.Filter.admits)
+
+
+def _nothing_reserved(patch):
+    patch.setattr(Admission, "rest", property(lambda self: []))
+
+
+def _parts_stay(patch):
+    patch.setattr(_files, "remove_parts", lambda path: None)
 
 
 def _plain_quantile(patch):
@@ -526,6 +703,16 @@ DEFECTS = (
         _range_from_bought_bounds,
         no_pure_epsilon_by_mu_with_bought_bounds,
     ),
+    Defect("threads are judged at the same time", _no_lock_for_threads, threads_share_one_budget),
+    Defect("a copy of an engine has a budget of its own", _copies, copies_are_refused),
+    Defect("an early checkpoint forgets later charges", _any_ledger_is_loaded, loading_forgets_nothing),
+    Defect("a deleted ledger file begins anew", _new_file_for_a_deleted_one, deleted_ledgers_are_noticed),
+    Defect("a link to a ledger has a lock of its own", _lock_of_the_link, links_share_one_lock),
+    Defect("a ledger file without its budget", _budget_of_the_object, budgets_stay_with_their_ledgers),
+    Defect("bounds paid by another ledger", _paid_anywhere, bought_bounds_are_paid_where_they_are_used),
+    Defect("δ used by a plan and by others", _shares_beside_a_plan, nothing_uses_the_delta_of_a_plan),
+    Defect("rounds of a plan are not reserved", _nothing_reserved, rounds_keep_what_they_reserved),
+    Defect("the part of a killed write stays", _parts_stay, nothing_is_left_of_killed_writes),
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),

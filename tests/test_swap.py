@@ -1130,7 +1130,7 @@ def test_all_rounds_together_use_the_budget_up(delta, epochs, tmp_path):
     for number in range(epochs):
         loop.epoch()
         spent.append(engine.get_epsilon(delta))
-        lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
+        lines = [json.loads(line) for line in path.read_text().splitlines()][2:]  # after the header and the budget
         assert [line["release"]["round"] for line in lines] == list(range(1, number + 2))
         assert all(line["release"]["rounds"] == epochs for line in lines)
     assert spent[0] == 0
@@ -1163,20 +1163,47 @@ def test_every_draw_is_charged_before_it_is_made(monkeypatch):
     assert charges == [1, 2]
 
 
-def test_a_release_in_between_is_judged_again(clean):
+def test_a_release_in_between_leaves_a_loop_its_rounds():
+    """What a loop that has begun has before it is reserved, until it is given up; then its rounds are judged one by one."""
     engine = ExpMQuadEngine(budget=(1.0, 0.0))
-    loop = make_loop(engine, epochs=2)
-    loop.epoch()
-    first = flat(loop.module)
+    loop = make_loop(engine, epochs=2, target_epsilon=0.8)
     statistics = engine.gather(
         make_model(), make_loader(), 4, criterion=nn.CrossEntropyLoss(), max_grad_norm=1.0, max_curvature=0.0
     )
     assert isinstance(statistics, Statistics)
+    loop.epoch()
+    first = flat(loop.module)
+    with pytest.raises(BudgetExceeded, match=r"beside a plan that has begun and has 1 charges to go.*give_up"):
+        engine.release(statistics, 0.4, 0.3)
+    engine.release(statistics, 0.1, 0.3)
+    engine.accountant.give_up()
     engine.release(statistics, 0.4, 0.3)
     with pytest.raises(BudgetExceeded):
         loop.epoch()
     assert torch.equal(flat(loop.module), first)
     assert engine.get_epsilon(0.0) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("abandoned", ["rebuilt", "finished", "failed"])
+def test_a_loop_that_is_over_reserves_nothing(abandoned):
+    """Not even where nobody says so: one that only its own module holds on to is no longer a loop."""
+    engine = ExpMQuadEngine(budget=(1.0, 0.0))
+    loop = make_loop(engine, epochs=1 if abandoned == "finished" else 2, target_epsilon=0.8)
+    loop.epoch()
+    if abandoned == "failed":
+        loop.module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.epoch()
+        with pytest.raises(BudgetExceeded):  # it may still go on
+            make_loop(engine, target_epsilon=0.6)
+    spent = engine.get_epsilon()
+    gc.disable()
+    try:
+        del loop
+        make_loop(engine, target_epsilon=(1.0 - spent) * (1 - 1e-9)).epoch()
+    finally:
+        gc.enable()
+    assert engine.get_epsilon() == pytest.approx(1.0)
 
 
 def test_a_second_call_starts_anew():
@@ -1207,7 +1234,9 @@ def test_an_unfinished_loop_costs_nothing_and_is_in_nobodys_way(delta):
     loop = make_loop(engine, epochs=3, target_delta=delta)
     for _ in range(2):
         loop.epoch()
-        with pytest.raises(ValueError, match="proj_dim must be at most"):
+        with pytest.raises(ValueError, match="radius must be greater than 0"):
+            make_loop(engine, radius=-1.0, target_epsilon=0.1)
+        with pytest.raises(BudgetExceeded, match="beside a plan"):
             make_loop(engine, proj_dim=1000, target_epsilon=0.1)
     del unfinished
     gc.collect()
@@ -1219,10 +1248,9 @@ def test_two_loops_cannot_spend_more_than_the_budget():
     engine = ExpMQuadEngine(budget=(1.0, 0.0))
     first, second = make_loop(engine, epochs=2), make_loop(engine, epochs=2)
     first.epoch()
-    second.epoch()
-    for loop in (first, second):
-        with pytest.raises(BudgetExceeded):
-            loop.epoch()
+    with pytest.raises(BudgetExceeded, match="beside a plan that has begun and has 1 charges to go"):
+        second.epoch()
+    first.epoch()
     assert engine.get_epsilon(0.0) == 1.0
 
 
@@ -1284,7 +1312,7 @@ def test_bad_arguments_leave_no_trace(changes, error, words):
         make_loop(engine, **({"model": model} | changes))
     assert engine.accountant.releases == []
     assert "forward" not in vars(model)
-    assert engine.accountant._plan is None
+    assert engine.accountant._running() is None
 
 
 def test_an_optimizer_for_some_parameters_only():
