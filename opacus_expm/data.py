@@ -6,7 +6,8 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 | loader | verdict | because |
 |---|---|---|
 | sequential, or shuffled without replacement | accepted | every record once |
-| ``SubsetRandomSampler``, ``Subset`` with distinct indices | accepted | every chosen record once |
+| ``SubsetRandomSampler``, ``Subset``, ``ConcatDataset`` that name a record once | accepted | every chosen record once |
+| a ``Subset``, ``ConcatDataset`` or ``ChainDataset`` that names a record twice | refused | it would count twice |
 | ``drop_last=True`` (when a batch could be dropped) | refused | without one record, a dropped one comes back |
 | with replacement, ``num_samples``, ``WeightedRandomSampler`` | refused | a record may count twice |
 | Opacus's Poisson sampling (``DPDataLoader``) | refused | a record may be missing or come back |
@@ -14,6 +15,11 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 | any other sampler | refused | what it visits is not known |
 | iterable data set with two or more workers | refused | each worker may yield every record |
 | ``batch_size=None`` | refused | what one record is would not be known |
+| ``public_loader`` with a record of the private loader | refused | what is learnt there is not charged |
+
+**What cannot be seen.** That two data set objects read one file or hold equal records, which are legal and count each. That
+what a data set gives for an index depends on what it was asked before, or on its other records. Which records a wrapper of
+the user's own names (see ``records``).
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from tqdm.auto import tqdm
 
-from opacus_expm import _check
+from opacus_expm import _check, records
 from opacus_expm.model import cast_inputs, take
 
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
@@ -67,10 +73,10 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
             )
         if loader.drop_last:
             raise ValueError(f"{name} has drop_last=True: removing a record would re-admit a dropped one; {_WAY_OUT}")
+        _check_distinct(loader, name)
         return loader
     if len(loader.dataset) == 0:  # type: ignore[arg-type]
         raise ValueError(f"{name} is empty: its data set has no record")
-    _check_distinct(loader.dataset, name)
     batches = loader.batch_sampler
     if isinstance(batches, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
         raise ValueError(
@@ -83,8 +89,8 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
             f"every record once; {_WAY_OUT}"
         )
     _check_sampler(batches.sampler, len(loader.dataset), name)  # type: ignore[arg-type]
-    visited = len(batches.sampler)  # type: ignore[arg-type]
-    if batches.drop_last and visited % batches.batch_size:
+    _check_distinct(loader, name)
+    if batches.drop_last and len(batches.sampler) % batches.batch_size:  # type: ignore[arg-type]
         raise ValueError(
             f"{name} has drop_last=True: removing one record would re-admit a dropped one, so that neighbouring data "
             f"sets differ in two; {_WAY_OUT} and drop_last=False"
@@ -92,18 +98,28 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
     return loader
 
 
-def _check_distinct(dataset: Any, name: str) -> None:
-    """Refuse a ``Subset`` that lists a record twice, at any depth."""
-    while isinstance(dataset, Subset):
-        if _repeats(dataset.indices, len(dataset.dataset)):  # type: ignore[arg-type]
-            raise ValueError(f"{name} has a Subset with repeated indices: a record would count twice; drop repeats")
-        dataset = dataset.dataset
+def check_public(public_loader: object, loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
+    """A loader that ``check_loader`` accepts and that has no record in common with the private one, or an error.
+
+    Raises:
+        TypeError, ValueError: as ``check_loader``, or because a record is in both.
+    """
+    public = check_loader(public_loader, "public_loader")
+    if records.shared(public.dataset, visited(public), loader.dataset, visited(loader)):
+        raise ValueError(
+            f"public_loader names records of {name}: what is measured on public data is neither clipped nor charged, so no "
+            "private record may be in it; pass other data, or leave public_loader out"
+        )
+    return public
 
 
-def _repeats(indices: Any, size: int) -> bool:
-    """Whether an index occurs twice, counted from either end."""
-    places = [int(i) % size for i in indices]
-    return len(set(places)) != len(places)
+def _check_distinct(loader: DataLoader[Any], name: str) -> None:
+    """Refuse a data set that names a record twice, at any depth."""
+    if records.named_twice(loader.dataset, visited(loader)):
+        raise ValueError(
+            f"{name} names a record twice, by repeated indices of a Subset or by a data set that comes twice in a "
+            "ConcatDataset or ChainDataset: it would count twice; name every record once"
+        )
 
 
 def _check_sampler(sampler: Any, size: int, name: str) -> None:
@@ -122,7 +138,7 @@ def _check_sampler(sampler: Any, size: int, name: str) -> None:
                 f"once; {_WAY_OUT}"
             )
     elif type(sampler) is SubsetRandomSampler:
-        if _repeats(sampler.indices, size):
+        if records.repeat(sampler.indices, size):
             raise ValueError(
                 f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice; drop repeats"
             )

@@ -178,23 +178,23 @@ REFUSED = {
     ),
     "subset, repeats": (
         lambda: DataLoader(Subset(records(), [0, 1, 1]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, repeats in an array": (
         lambda: DataLoader(Subset(records(), np.array([0, 1, 1])), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, repeats in a tensor": (
         lambda: DataLoader(Subset(records(), torch.tensor([0, 1, 1])), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, the same record counted from both ends": (
         lambda: DataLoader(Subset(records(), [0, -10]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset of a subset with repeats": (
         lambda: DataLoader(Subset(Subset(records(), [0, 1, 1]), [0, 1, 2]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "iterable, two workers": (
         lambda: DataLoader(Stream(), batch_size=3, num_workers=2),
@@ -246,7 +246,7 @@ REMEDIES = {
     "unknown batch sampler": "pass DataLoader(dataset, batch_size=...)",
     "iterable, two workers": "use num_workers=0 or 1",
     "batch_size=None": "pass DataLoader(dataset, batch_size=...)",
-    "subset, repeats": "drop repeats",
+    "subset, repeats": "name every record once",
 }
 
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
+from opacus_expm import records as named
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
@@ -218,6 +219,30 @@ def loaders_that_repeat_are_refused():
         ExpMQuadEngine().make_private_expm(model, repeats, **LINE)
     except ValueError as error:
         refused = "replacement" in str(error)
+    assert refused
+
+
+def audit_of_a_record_named_twice():
+    """Without the last record, which is named twice, two rows are missing."""
+    model, loader = _line([1.0] * 10, [1.0] * 10)
+    named = [DataLoader(Subset(loader.dataset, range(n)), batch_size=32) for n in (10, 9)]
+    twice = [DataLoader(d.dataset + Subset(d.dataset, range(9, len(d.dataset))), batch_size=32) for d in named]
+    try:
+        loss = audit.observed_loss(model, *twice, {**LINE, "nominal_size": 10})[0].largest()
+    except ValueError as error:
+        loss = 0.0 if "names a record twice" in str(error) else math.inf
+    assert loss <= LINE["epsilon"]
+
+
+def public_data_is_not_private():
+    model, loader = _line([1.0] * 4, [0.5] * 4)
+    refused = False
+    try:
+        ExpMQuadEngine().make_private_expm(
+            model, loader, public_loader=DataLoader(loader.dataset), **{**LINE, "max_grad_norm": None}
+        )
+    except ValueError as error:
+        refused = "no private record may be in it" in str(error)
     assert refused
 
 
@@ -420,6 +445,17 @@ def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
 
+def _only_subsets_are_looked_into(patch):
+    def repeated(dataset, visited):
+        return isinstance(dataset, Subset) and named.repeat(dataset.indices, len(dataset.dataset))
+
+    patch.setattr(named, "named_twice", repeated)
+
+
+def _any_public_data(patch):
+    patch.setattr(data, "check_public", lambda public, loader, name="loader": data.check_loader(public))
+
+
 DEFECTS = (
     Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
@@ -444,6 +480,8 @@ DEFECTS = (
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+    Defect("a record reached by two paths", _only_subsets_are_looked_into, audit_of_a_record_named_twice),
+    Defect("private records as public data", _any_public_data, public_data_is_not_private),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 
