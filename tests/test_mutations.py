@@ -7,7 +7,9 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 
 import contextlib
 import dataclasses
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,9 +19,19 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
+from opacus_expm import (
+    ExpMQuadEngine,
+    audit,
+    collating,
+    data,
+    engine,
+    grad_sample,
+    sampling,
+    statistics,
+    sums,
+)
 from opacus_expm import records as named
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
@@ -220,6 +232,89 @@ def loaders_that_repeat_are_refused():
     except ValueError as error:
         refused = "replacement" in str(error)
     assert refused
+
+
+def _unless_refused(words, model, with_it, without):
+    """The audit holds, or the loader is refused with these words."""
+    refusal = ""
+    try:
+        _holds(model, without, with_it, LINE)
+    except ValueError as error:
+        refusal = str(error)
+    assert not refusal or words in refusal, refusal
+
+
+class Fetched(Dataset):
+    """Records that are divided by the largest of those that are fetched together."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices):
+        x = self.x[indices]
+        return list(zip(x / x.abs().max(), self.y[indices], strict=True))
+
+
+class LastAgain(DataLoader):
+    """The last batch in the place of every other."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[-1]] * len(batches))
+
+
+ALTERNATING = [1.0, -1.0] * 10
+
+
+def _with_an_outlier(make):
+    """A model, and loaders of twenty records with and without one more, made from inputs and targets."""
+    model, with_it = _line([*ALTERNATING, 1e4], [*ALTERNATING, -1.0])
+    _, without = _line(ALTERNATING, ALTERNATING)
+    return model, *(make(*loader.dataset.tensors) for loader in (with_it, without))
+
+
+def audit_of_a_collate_function_that_standardises_by_the_batch():
+    def collate(records):
+        x, y = default_collate(records)
+        return (x - x.mean(0)) / x.std(0), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    _unless_refused("as a mean over the batch does", *_with_an_outlier(make))
+
+
+def audit_of_a_collate_function_that_cannot_be_tried():
+    """It fails on all records but these, and is shown one at a time."""
+
+    def collate(records):
+        x, y = default_collate(records)
+        assert set(x.abs().flatten().tolist()) <= {1.0, 1e4}
+        return x / x.abs().max(), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    model, with_it, without = _with_an_outlier(make)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*collate function cannot be tried")
+        _holds(model, without, with_it, LINE)
+
+
+def audit_of_records_that_are_fetched_together():
+    model, with_it, without = _with_an_outlier(lambda x, y: DataLoader(Fetched(x, y), batch_size=32))
+    _holds(model, without, with_it, LINE)
+
+
+def audit_of_a_loader_that_repeats_a_batch():
+    make = functools.partial(LastAgain, batch_size=1)
+    _unless_refused("its own __iter__", *_with_an_outlier(lambda x, y: make(TensorDataset(x, y))))
 
 
 def audit_of_a_record_named_twice():
@@ -445,6 +540,28 @@ def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
 
+def _collated_at_once(patch):
+    patch.setattr(collating.Alone, "__call__", lambda self, records: self._collate(records))
+
+
+def _collated_at_once_if_accepted(patch):
+    def call(self, records):
+        if self._untried:
+            collating.try_on_made_up_records(self._collate, records[0], self._name)
+        return self._collate(records)
+
+    patch.setattr(collating.Alone, "__call__", call)
+
+
+def _fetched_at_once(patch):
+    patch.setattr(data, "_fetches_batches", lambda dataset: False)
+
+
+def _any_subclass(patch):
+    patch.setattr(data, "_own_iteration", lambda loader: [])
+    patch.setattr(data, "each_alone", lambda loader, name="loader": loader)
+
+
 def _only_subsets_are_looked_into(patch):
     def repeated(dataset, visited):
         return isinstance(dataset, Subset) and named.repeat(dataset.indices, len(dataset.dataset))
@@ -480,6 +597,18 @@ DEFECTS = (
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+    Defect(
+        "a collate function is shown whole batches",
+        _collated_at_once,
+        audit_of_a_collate_function_that_standardises_by_the_batch,
+    ),
+    Defect(
+        "one that cannot be tried is shown whole batches",
+        _collated_at_once_if_accepted,
+        audit_of_a_collate_function_that_cannot_be_tried,
+    ),
+    Defect("records are fetched together", _fetched_at_once, audit_of_records_that_are_fetched_together),
+    Defect("a subclass of DataLoader iterates in its own way", _any_subclass, audit_of_a_loader_that_repeats_a_batch),
     Defect("a record reached by two paths", _only_subsets_are_looked_into, audit_of_a_record_named_twice),
     Defect("private records as public data", _any_public_data, public_data_is_not_private),
 )

@@ -58,14 +58,14 @@ def whole(dataset):
 
 
 @given(TREES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_repeats_are_those_of_a_list_of_all_records(tree):
     pairs = listed(tree)
     assert records.named_twice(tree, whole(tree)) == (len(set(pairs)) < len(pairs))
 
 
 @given(TREES, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_only_visited_records_count(tree, data):
     visited = data.draw(st.lists(st.integers(0, len(tree) - 1), max_size=6))
     chosen = [listed(tree)[i] for i in visited]
@@ -73,7 +73,7 @@ def test_only_visited_records_count(tree, data):
 
 
 @given(TREES, TREES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_common_records_are_those_of_both_lists(one, other):
     expected = bool(set(listed(one)) & set(listed(other)))
     assert records.shared(one, whole(one), other, whole(other)) == expected
