@@ -381,6 +381,8 @@ class ExpMQuadEngine(NotCopied):
                 "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
             )
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
+        if public_loader is not None:
+            data.check_public(public_loader, data_loader, "data_loader")
         clipping, grad_sample_mode = swap.check_protocol(
             loss,
             batch_first=batch_first,
@@ -527,6 +529,8 @@ class ExpMQuadEngine(NotCopied):
                 raise ValueError(
                     "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
                 )
+            if public_loader is not None:  # before anything is measured on it
+                data.check_public(public_loader, data.check_loader(loader))
             curvature = self._public_curvature(model, proj_dim, **options)
             bench, settled = self._settle(
                 model,
@@ -623,7 +627,7 @@ class ExpMQuadEngine(NotCopied):
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
         if public_loader is not None:
-            data.check_loader(public_loader, "public_loader")
+            data.check_public(public_loader, loader)
         joint_radius: float | None = None
         if clipping == "joint":
             if radius is None:
@@ -1136,6 +1140,8 @@ class ExpMQuadEngine(NotCopied):
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
+        if options["public_loader"] is not None:
+            data.check_public(options["public_loader"], loader)
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
         buys = options["public_loader"] is None and options["bounds"] is None
         prices = _prices(given, epsilon, size) if buys else {}

@@ -8,6 +8,7 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import tempfile
 import threading
@@ -22,13 +23,14 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from opacus_expm import (
     ExpMQuadEngine,
     _files,
     accountant,
     audit,
+    collating,
     composition,
     curves,
     data,
@@ -40,6 +42,7 @@ from opacus_expm import (
     statistics,
     sums,
 )
+from opacus_expm import records as named
 from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, Purchase, Release
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
@@ -400,6 +403,113 @@ def audit_of_a_model_with_a_memory():
     _audit_of_a_model_that(first, 1e3)
 
 
+def _unless_refused(words, model, with_it, without):
+    """The audit holds, or the loader is refused with these words."""
+    refusal = ""
+    try:
+        _holds(model, without, with_it, LINE)
+    except ValueError as error:
+        refusal = str(error)
+    assert not refusal or words in refusal, refusal
+
+
+class Fetched(Dataset):
+    """Records that are divided by the largest of those that are fetched together."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices):
+        x = self.x[indices]
+        return list(zip(x / x.abs().max(), self.y[indices], strict=True))
+
+
+class LastAgain(DataLoader):
+    """The last batch in the place of every other."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[-1]] * len(batches))
+
+
+ALTERNATING = [1.0, -1.0] * 10
+
+
+def _with_an_outlier(make):
+    """A model, and loaders of twenty records with and without one more, made from inputs and targets."""
+    model, with_it = _line([*ALTERNATING, 1e4], [*ALTERNATING, -1.0])
+    _, without = _line(ALTERNATING, ALTERNATING)
+    return model, *(make(*loader.dataset.tensors) for loader in (with_it, without))
+
+
+def audit_of_a_collate_function_that_standardises_by_the_batch():
+    def collate(records):
+        x, y = default_collate(records)
+        return (x - x.mean(0)) / x.std(0), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    _unless_refused("as a mean over the batch does", *_with_an_outlier(make))
+
+
+def audit_of_a_collate_function_that_cannot_be_tried():
+    """It fails on all records but these, and is shown one at a time."""
+
+    def collate(records):
+        x, y = default_collate(records)
+        assert set(x.abs().flatten().tolist()) <= {1.0, 1e4}
+        return x / x.abs().max(), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    model, with_it, without = _with_an_outlier(make)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*collate function cannot be tried")
+        _holds(model, without, with_it, LINE)
+
+
+def audit_of_records_that_are_fetched_together():
+    model, with_it, without = _with_an_outlier(lambda x, y: DataLoader(Fetched(x, y), batch_size=32))
+    _holds(model, without, with_it, LINE)
+
+
+def audit_of_a_loader_that_repeats_a_batch():
+    make = functools.partial(LastAgain, batch_size=1)
+    _unless_refused("its own __iter__", *_with_an_outlier(lambda x, y: make(TensorDataset(x, y))))
+
+
+def audit_of_a_record_named_twice():
+    """Without the last record, which is named twice, two rows are missing."""
+    model, loader = _line([1.0] * 10, [1.0] * 10)
+    named = [DataLoader(Subset(loader.dataset, range(n)), batch_size=32) for n in (10, 9)]
+    twice = [DataLoader(d.dataset + Subset(d.dataset, range(9, len(d.dataset))), batch_size=32) for d in named]
+    try:
+        loss = audit.observed_loss(model, *twice, {**LINE, "nominal_size": 10})[0].largest()
+    except ValueError as error:
+        loss = 0.0 if "names a record twice" in str(error) else math.inf
+    assert loss <= LINE["epsilon"]
+
+
+def public_data_is_not_private():
+    model, loader = _line([1.0] * 4, [0.5] * 4)
+    refused = False
+    try:
+        ExpMQuadEngine().make_private_expm(
+            model, loader, public_loader=DataLoader(loader.dataset), **{**LINE, "max_grad_norm": None}
+        )
+    except ValueError as error:
+        refused = "no private record may be in it" in str(error)
+    assert refused
+
+
 # --- defects -------------------------------------------------------------------------------------------------------------
 
 
@@ -677,6 +787,39 @@ def _nothing_put_back(patch):
     patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
 
 
+def _collated_at_once(patch):
+    patch.setattr(collating.Alone, "__call__", lambda self, records: self._collate(records))
+
+
+def _collated_at_once_if_accepted(patch):
+    def call(self, records):
+        if self._untried:
+            collating.try_on_made_up_records(self._collate, records[0], self._name)
+        return self._collate(records)
+
+    patch.setattr(collating.Alone, "__call__", call)
+
+
+def _fetched_at_once(patch):
+    patch.setattr(data, "_fetches_batches", lambda dataset: False)
+
+
+def _any_subclass(patch):
+    patch.setattr(data, "_own_iteration", lambda loader: [])
+    patch.setattr(data, "each_alone", lambda loader, name="loader": loader)
+
+
+def _only_subsets_are_looked_into(patch):
+    def repeated(dataset, visited):
+        return isinstance(dataset, Subset) and named.repeat(dataset.indices, len(dataset.dataset))
+
+    patch.setattr(named, "named_twice", repeated)
+
+
+def _any_public_data(patch):
+    patch.setattr(data, "check_public", lambda public, loader, name="loader": data.check_loader(public))
+
+
 DEFECTS = (
     Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
@@ -719,6 +862,20 @@ DEFECTS = (
     Defect("records that see each other", _no_look_at_mixing, audit_of_a_model_that_mixes_records),
     Defect("a branch on the values of a batch", _no_look_at_branches, audit_of_a_model_that_branches),
     Defect("state that goes from record to record", _nothing_put_back, audit_of_a_model_with_a_memory),
+    Defect(
+        "a collate function is shown whole batches",
+        _collated_at_once,
+        audit_of_a_collate_function_that_standardises_by_the_batch,
+    ),
+    Defect(
+        "one that cannot be tried is shown whole batches",
+        _collated_at_once_if_accepted,
+        audit_of_a_collate_function_that_cannot_be_tried,
+    ),
+    Defect("records are fetched together", _fetched_at_once, audit_of_records_that_are_fetched_together),
+    Defect("a subclass of DataLoader iterates in its own way", _any_subclass, audit_of_a_loader_that_repeats_a_batch),
+    Defect("a record reached by two paths", _only_subsets_are_looked_into, audit_of_a_record_named_twice),
+    Defect("private records as public data", _any_public_data, public_data_is_not_private),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 

@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics
+from opacus_expm.collating import Alone
 from opacus_expm.sampling import Exact
 from opacus_expm.sums import ClippedSums
 from opacus_expm.swap import PrivateNumber
@@ -528,12 +529,12 @@ def test_a_loss_of_an_earlier_epoch_is_not_counted():
 
 
 def test_an_exception_of_the_pass_breaks_the_epoch_off(clean):
-    """A loader whose targets have the wrong shape in one batch."""
+    """A loader whose targets have the wrong shape."""
     bad = [True]
 
     def collate(records):
         x, y = torch.utils.data.default_collate(records)
-        return (x, y[:, None].expand(-1, 2)) if bad and len(x) < BATCH else (x, y)
+        return (x, y[:, None].expand(-1, 2)) if bad else (x, y)
 
     loop = make_loop(loader=make_loader(collate_fn=collate))
     with pytest.raises(ValueError, match="target has shape"):
@@ -544,11 +545,82 @@ def test_an_exception_of_the_pass_breaks_the_epoch_off(clean):
     torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
 
 
-def test_a_collate_function_that_drops_a_record_is_noticed():
-    loop = make_loop(loader=make_loader(collate_fn=lambda records: torch.utils.data.default_collate(records[:3])))
+COLLATE = {
+    "drops records": (lambda r: torch.utils.data.default_collate(r[:3]), "does not give one row for each record"),
+    "centres a batch": (
+        lambda r: (lambda x, y: (x - x.mean(0), y))(*torch.utils.data.default_collate(r)),
+        "gives a record other values beside other records",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLATE)
+def test_a_collate_function_of_whole_batches_is_refused_in_the_first_epoch(name):
+    collate, reason = COLLATE[name]
+    loop = make_loop(loader=make_loader(collate_fn=collate))
+    with pytest.raises(ValueError, match=f"data_loader's collate function {reason}"):
+        loop.epoch()
+    assert loop.engine.accountant.releases == []
+
+
+def test_a_collate_function_is_shown_one_record_at_a_time(clean):
+    """The batches are the same, and so is the release."""
+    shown = []
+
+    def collate(records):
+        shown.append(len(records))
+        return torch.utils.data.default_collate(records)
+
+    loop = make_loop(loader=make_loader(collate_fn=collate))
+    loop.epoch()
+    assert shown[-RECORDS:] == [1] * RECORDS
+    torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_persist_if_they_are_asked_to(persistent, monkeypatch):
+    started = []
+    original = DataLoader._get_iterator
+
+    def counted(self):
+        if self.num_workers:
+            started.append(type(self))
+        return original(self)
+
+    monkeypatch.setattr(DataLoader, "_get_iterator", counted)
+    loop = make_loop(loader=make_loader(num_workers=1, persistent_workers=persistent), epochs=2)
+    loop.epoch()
+    loop.epoch()
+    assert started == [DataLoader] * (1 if persistent else 2)
+    assert len(loop.engine.accountant.releases) == 2
+
+
+def test_an_epoch_that_loses_a_record_is_noticed(monkeypatch):
+    """Whatever the reason."""
+    monkeypatch.setattr(Alone, "__call__", lambda self, records: torch.utils.data.default_collate(records[:7]))
+    loop = make_loop()
     with pytest.raises(RuntimeError, match="did not yield every record once"):
         loop.epoch()
     assert loop.engine.accountant.releases == []
+
+
+class Twice(DataLoader):
+    """Every batch comes twice."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+def test_loaders_that_repeat_are_refused_before_the_loop():
+    x, y = make_tensors()
+    dataset = TensorDataset(x, y)
+    with pytest.raises(ValueError, match="data_loader is a Twice with its own __iter__"):
+        make_loop(loader=Twice(dataset, batch_size=BATCH))
+    with pytest.raises(ValueError, match="data_loader names a record twice"):
+        make_loop(loader=DataLoader(dataset + dataset, batch_size=BATCH))
+    with pytest.raises(ValueError, match="public_loader names records of data_loader"):
+        make_loop(loader=DataLoader(dataset, batch_size=BATCH), public_loader=DataLoader(dataset, batch_size=4))
 
 
 def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clean):
