@@ -336,7 +336,7 @@ def may_branch(run: Run, example: Any) -> bool:
         return [rows[0] for rows in run(pytree.tree_map_only(Tensor, lambda t: t[None], alone))]
 
     try:
-        with same_randomness(), torch.no_grad(), plain_attention(), warnings.catch_warnings():
+        with same_randomness(), torch.enable_grad(), plain_attention(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a rule is slow does not matter here
             vmap(record, in_dims=(axes,), randomness="different")(inputs)
     except Exception as error:
@@ -398,8 +398,8 @@ class State:
             )
 
     def _run(self, inputs: Any) -> Tensor:
-        with same_randomness(), torch.no_grad():
-            return outputs_of(call(self._module, pytree.tree_map_only(Tensor, torch.clone, inputs)))
+        with same_randomness(), torch.enable_grad():  # as in a pass
+            return outputs_of(call(self._module, pytree.tree_map_only(Tensor, torch.clone, inputs))).detach()
 
     @property
     def changed(self) -> list[str]:

@@ -628,6 +628,7 @@ def _training_mode(patch):
     original = statistics.working_copy
     patch.setattr(statistics, "working_copy", lambda module: original(module).train())
     patch.setattr(grad_sample, "_probe", lambda *_: None)  # which would refuse
+    _nothing_put_back(patch)  # and so would the other checks
 
 
 def _float32_sums_under_autocast(patch):
