@@ -39,8 +39,8 @@ from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks  # noqa: E402
 from opacus_expm.calibration import calibrate  # noqa: E402
-from opacus_expm.comparison import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
-from opacus_expm.journal import write_result  # noqa: E402
+from opacus_expm.experiments.compare import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
+from opacus_expm.experiments.journal import write_result  # noqa: E402
 from opacus_expm.suggestion import shifted_records, suggest  # noqa: E402
 from opacus_expm.views import pixel_shifts  # noqa: E402
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opacus_expm import audit, tasks
+from opacus_expm import audit
 from opacus_expm.accountant import ExpMAccountant
-from opacus_expm.comparison import Comparison, compare
+from opacus_expm.experiments import tasks
+from opacus_expm.experiments.compare import Comparison, compare
 from opacus_expm.ledger import LedgerFile
 from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
 

@@ -35,15 +35,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from opacus_expm import _check, tasks
+from opacus_expm import _check
 from opacus_expm.accountant import NoGuarantee
-from opacus_expm.comparison import Grid, compare, task_digest
-from opacus_expm.datasets import AnyPath
 from opacus_expm.engine import ExpMQuadEngine
-from opacus_expm.journal import Journal, read_result, write_result
+from opacus_expm.experiments import tasks
+from opacus_expm.experiments.compare import Grid, compare, task_digest
+from opacus_expm.experiments.datasets import AnyPath
+from opacus_expm.experiments.journal import Journal, read_result, write_result
+from opacus_expm.experiments.tasks import Task
 from opacus_expm.sampling import Exact, Gibbs, Sampler
 from opacus_expm.statistics import Statistics
-from opacus_expm.tasks import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

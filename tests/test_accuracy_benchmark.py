@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opacus_expm.journal import read_result
+from opacus_expm.experiments.journal import read_result
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, cli, tasks
 from opacus_expm.accountant import ExpMAccountant, Purchase, Release
-from opacus_expm.comparison import Comparison, Row, _Outcome
-from opacus_expm.journal import Journal
+from opacus_expm.experiments.compare import Comparison, Row, _Outcome
+from opacus_expm.experiments.journal import Journal
 from opacus_expm.ledger import LedgerFile
 
 FUZZ = settings.get_current_profile_name() == "fuzz"

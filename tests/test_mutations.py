@@ -23,8 +23,8 @@ from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampli
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
+from opacus_expm.experiments.compare import markdown
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, NoGuarantee, cli, reproduction, tasks
+from opacus_expm.experiments.tasks import Task
 from opacus_expm.reproduction import (
     EPSILONS,
     METHODS,
@@ -28,7 +29,6 @@ from opacus_expm.reproduction import (
     reproduce_task,
 )
 from opacus_expm.sampling import Gibbs
-from opacus_expm.tasks import Task
 
 PAPER, OURS = METHODS
 SETTING = Setting(3, (1, 2, 3, 4), 0.0, 1e-3, crossing=1.0, flat_from=0.1, enough=3)

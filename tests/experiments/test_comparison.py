@@ -16,9 +16,10 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, comparison, curves
-from opacus_expm.comparison import Comparison, Row, compare, dp_sgd, non_private
-from opacus_expm.tasks import Task
+from opacus_expm import ExpMQuadEngine, curves
+from opacus_expm.experiments import compare as comparison
+from opacus_expm.experiments.compare import Comparison, Row, compare, dp_sgd, non_private
+from opacus_expm.experiments.tasks import Task
 
 DELTA = 1e-5
 SETTINGS = {"epsilon": 2.0, "delta": DELTA, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 100, "epochs": 3}
@@ -694,6 +695,6 @@ def test_peak_memory_is_that_of_the_run():
 
 @pytest.mark.parametrize("name", ["mnist", "icu", "sine"])
 def test_what_the_readme_shows_is_what_was_found(name):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     found = Comparison.from_json(root / "benchmarks" / "comparison" / f"{name}.json")
     assert found.table().split("\n\n")[0] in (root / "README.md").read_text(encoding="utf-8")

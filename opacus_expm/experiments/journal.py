@@ -1,6 +1,6 @@
 """Finished cells of a long experiment, one JSON line each, so that a run that was interrupted can go on; and its result.
 
-**Privacy:** none. What an experiment finds on private data is private; see ``comparison``.
+**Privacy:** none. What an experiment finds on private data is private; see ``compare``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Journal:
 
     Args:
         path: the file; its directory is made, and lines of other configurations or of none are passed over.
-        configuration: what all cells depend on, such as ``comparison.task_digest``.
+        configuration: what all cells depend on, such as ``compare.task_digest``.
         check: is given each outcome that is read; where it raises, the line is damaged, and its cell runs again.
     """
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from opacus_expm import datasets
-from opacus_expm.datasets import VARIABLES, File
+from opacus_expm.experiments.datasets import VARIABLES, File
 
 CONTENT = b"twelve bytes"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
-REAL_DATA = Path(os.environ.get("OPACUS_EXPM_DATA") or Path(__file__).parents[2] / "shared" / "data")
+REAL_DATA = Path(os.environ.get("OPACUS_EXPM_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -54,11 +54,11 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check, curves
 from opacus_expm.engine import ExpMQuadEngine
-from opacus_expm.journal import Journal, canonical, read_result, write_result
+from opacus_expm.experiments.journal import Journal, canonical, read_result, write_result
+from opacus_expm.experiments.tasks import Task
 from opacus_expm.model import check_module, tensor_digest
 from opacus_expm.projection import PUBLIC_KINDS
 from opacus_expm.statistics import Statistics
-from opacus_expm.tasks import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

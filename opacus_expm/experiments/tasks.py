@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from opacus_expm import _check, _files, datasets
-from opacus_expm.datasets import AnyPath, Table
+from opacus_expm import _check, _files
+from opacus_expm.experiments import datasets
+from opacus_expm.experiments.datasets import AnyPath, Table
 from opacus_expm.model import evaluation_mode
 
 
@@ -100,7 +101,7 @@ def mnist(
 
     Args:
         seed: of the choice of images, the noise and the pretraining.
-        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.datasets`.
+        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.experiments.datasets`.
         records: size of the public and of the private set, at most 30,000.
         loss: ``"cross_entropy"``, or ``"mse"`` between the outputs and one-hot targets.
 
@@ -156,8 +157,8 @@ def icu(seed: int = 0, *, data_dir: AnyPath | None = None, balanced: bool = True
     death. A record is one stay, not one patient: PhysioNet 2012 does not say which stays belong to the same one. All
     stays of the eICU demo are public, so none of its patients is on both sides.
 
-    The features are the 21 variables in :data:`opacus_expm.datasets.VARIABLES`, in the same units: the worst of the
-    first day in eICU, the mean of the first two days in PhysioNet 2012, which is a part of the shift to learn. They are
+    The features are the 21 variables in :data:`~opacus_expm.experiments.datasets.VARIABLES`, in the same units: the worst of
+    the first day in eICU, the mean of the first two days in PhysioNet 2012, which is a part of the shift to learn. They are
     standardised with the public mean and deviation and cut off at ±5; a missing value is 0, the public mean.
 
     The model is linear, with one output and the logistic loss: the stay is predicted to end in death where the output
