@@ -38,9 +38,12 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks  # noqa: E402
+from opacus_expm._tables import markdown  # noqa: E402
+from opacus_expm.baselines import non_private  # noqa: E402
 from opacus_expm.calibration import calibrate  # noqa: E402
-from opacus_expm.experiments.compare import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
+from opacus_expm.experiments.compare import compare  # noqa: E402
 from opacus_expm.experiments.journal import write_result  # noqa: E402
+from opacus_expm.experiments.methods import DP_SGD_GRID  # noqa: E402
 from opacus_expm.suggestion import shifted_records, suggest  # noqa: E402
 from opacus_expm.views import pixel_shifts  # noqa: E402
 

@@ -14,7 +14,8 @@ from opacus_expm.suggestion import Candidate, Suggestion, suggest
 
 if TYPE_CHECKING:
     from opacus_expm.experiments import datasets, tasks
-    from opacus_expm.experiments.compare import Comparison, compare
+    from opacus_expm.experiments.compare import compare
+    from opacus_expm.experiments.results import Comparison
 
 __all__ = [
     "BudgetExceeded",
@@ -38,7 +39,7 @@ __version__ = "0.1.0"
 
 # A public name → where it is: a module and a name in it, or a module alone.
 _LAZY = {
-    "Comparison": ("opacus_expm.experiments.compare", "Comparison"),
+    "Comparison": ("opacus_expm.experiments.results", "Comparison"),
     "compare": ("opacus_expm.experiments.compare", "compare"),
     "datasets": ("opacus_expm.experiments.datasets", None),
     "tasks": ("opacus_expm.experiments.tasks", None),

@@ -13,7 +13,8 @@ from typing import Any
 from opacus_expm import audit
 from opacus_expm.accountant import ExpMAccountant
 from opacus_expm.experiments import tasks
-from opacus_expm.experiments.compare import Comparison, compare
+from opacus_expm.experiments.compare import compare
+from opacus_expm.experiments.results import Comparison
 from opacus_expm.ledger import LedgerFile
 from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
 

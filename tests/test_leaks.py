@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_expm
 from opacus_expm import ExpMQuadEngine, compare, make_private_expm, suggest
 from opacus_expm._private import PrivateValues
-from opacus_expm.experiments.compare import Comparison
+from opacus_expm.experiments.results import Comparison
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.sampling import Exact, _Tilted
 from opacus_expm.suggestion import Candidate

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
+from opacus_expm._tables import markdown
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.density import BallGaussian
-from opacus_expm.experiments.compare import markdown
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
