@@ -40,7 +40,7 @@ from opacus_expm.accountant import NoGuarantee
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments import tasks
 from opacus_expm.experiments.compare import compare, task_digest
-from opacus_expm.experiments.datasets import AnyPath
+from opacus_expm.experiments.downloads import AnyPath
 from opacus_expm.experiments.journal import Journal, read_result, write_result
 from opacus_expm.experiments.methods import Grid
 from opacus_expm.experiments.tasks import Task

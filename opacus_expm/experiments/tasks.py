@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from opacus_expm import _check, _files
-from opacus_expm.experiments import datasets
-from opacus_expm.experiments.datasets import AnyPath, Table
+from opacus_expm.experiments import datasets, downloads
+from opacus_expm.experiments.datasets import Table
+from opacus_expm.experiments.downloads import AnyPath
 from opacus_expm.model import evaluation_mode
 
 
@@ -101,7 +102,7 @@ def mnist(
 
     Args:
         seed: of the choice of images, the noise and the pretraining.
-        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.experiments.datasets`.
+        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.experiments.downloads`.
         records: size of the public and of the private set, at most 30,000.
         loss: ``"cross_entropy"``, or ``"mse"`` between the outputs and one-hot targets.
 
@@ -337,7 +338,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for tensor in dataset.tensors:
         digest.update(tensor.numpy().tobytes())
-    kept = datasets.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
+    kept = downloads.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
     start = copy.deepcopy(model.state_dict())
     try:
         model.load_state_dict(_files.load_tensors(kept))
@@ -347,7 +348,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     train()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
-    datasets.remember(kept, buffer.getvalue())
+    downloads.remember(kept, buffer.getvalue())
 
 
 def loss(model: nn.Module, dataset: TensorDataset, criterion: nn.Module) -> float:
