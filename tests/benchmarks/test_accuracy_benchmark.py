@@ -7,7 +7,7 @@ import pytest
 
 from opacus_expm.experiments.journal import read_result
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
