@@ -422,7 +422,7 @@ def test_a_damaged_journal_is_passed_over(tmp_path_factory, change, deep):
     line = json.dumps(entry).encode()
     changed = change(line) if callable(change) else json.dumps(replaced(entry, *change)).encode()
     path.write_bytes(b"[" * 100_000 * deep + b"\n" + changed + b"\n" + line + b"\n")
-    found = [Outcome.from_facts(f) for f in Journal(path, "this", Outcome.from_facts)._found.values()]
+    found = [Outcome.from_facts(f) for _, f in Journal(path, "this", Outcome.from_facts).entries()]
     assert Outcome((1.5,), 0.25, None, False) in found
     for outcome in found:
         assert isinstance(outcome.seconds, int | float)
