@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -160,7 +160,6 @@ def reproduce(
             means, stds = (tuple(math.nan if f[n] is None else f[n] for f in found) for n in ("mean", "std"))
             curves.append(Curve(method, loss, dim, radius, EPSILONS, means, stds, tuple(f["stated"] for f in found)))
             bar.update()
-    passed = [seconds for s in simulations.values() for seconds in s.pass_seconds()]
     return Reproduction(
         task=task.name,
         metric=task.metric,
@@ -178,14 +177,20 @@ def reproduce(
             for name, own in losses.items()
             for line in _references(own, name, setting, effort, delta, out, progress, complete=name == main)
         ),
-        cost=Cost(
-            passes=len(passed),
-            pass_seconds=float(np.mean(passed)),
-            candidates=effort.draws * len(outcomes),
-            draw_seconds=float(np.mean([o["draw_seconds"] for o in outcomes])),
-            score_seconds=float(np.mean([o["score_seconds"] for o in outcomes])),
-        ),
+        cost=_cost(simulations.values(), outcomes, effort.draws),
         quick=quick,
+    )
+
+
+def _cost(simulations: Iterable[_Simulations], outcomes: Sequence[Mapping[str, Any]], draws: int) -> Cost:
+    """What the curves took, of all tasks together."""
+    passed = [seconds for s in simulations for seconds in s.pass_seconds()]
+    return Cost(
+        passes=len(passed),
+        pass_seconds=float(np.mean(passed)),
+        candidates=draws * len(outcomes),
+        draw_seconds=float(np.mean([o["draw_seconds"] for o in outcomes])),
+        score_seconds=float(np.mean([o["score_seconds"] for o in outcomes])),
     )
 
 

@@ -122,10 +122,8 @@ def compare(
     candidates = {method: combinations(searched[method], parameters) for method in searched}
     lab = Lab(task)
     search, full = Bench(_held_out(task, validation), lab, delta), Bench(task, lab, delta)
-    journal = Journal(
-        None if out is None else Path(out) / _FILE, task_digest(task, delta, validation), Outcome.from_facts
-    )
-
+    path = None if out is None else Path(out) / _FILE
+    journal = Journal(path, task_digest(task, delta, validation), Outcome.from_facts)
     tuned = _trials(candidates, budgets, trials)
     columns = [(method, epsilon) for method in chosen for epsilon in budgets_of(method, budgets)]
     total = len(tuned) + sum(1 if method == "zero-shot" else len(seeds) for method, _ in columns)
@@ -138,11 +136,7 @@ def compare(
             for seed in (seeds[:1] if method == "zero-shot" else seeds)
         ]
         outcomes = _run(full, cells, journal, bar)
-    rows = []
-    for method, epsilon in columns:
-        own = [outcomes[c.key()] for c in cells if (c.method, c.epsilon) == (method, epsilon)]
-        guaranteed = None if epsilon is None else 0.0 if method == "expm" else delta
-        rows.append(_row(method, epsilon, guaranteed, own, best.get((method, epsilon), {})))
+    own = {column: [outcomes[c.key()] for c in cells if (c.method, c.epsilon) == column] for column in columns}
     return Comparison(
         task=task.name,
         metric=task.metric,
@@ -151,7 +145,7 @@ def compare(
         trials=trials,
         validation=validation,
         grids={method: tuple(dict(g) for g in grid) for method, grid in searched.items()},
-        rows=tuple(rows),
+        rows=tuple(_row(*column, delta, own[column], best.get(column, {})) for column in columns),
         search=search_results,
     )
 
@@ -179,15 +173,13 @@ def _run(bench: Bench, cells: list[Cell], journal: Journal, bar: tqdm[Any]) -> d
     return found
 
 
-def _row(
-    method: str, epsilon: float | None, delta: float | None, outcomes: Sequence[Outcome], settings: Settings
-) -> Row:
-    """One method at one budget, from its runs."""
+def _row(method: str, epsilon: float | None, delta: float, outcomes: Sequence[Outcome], settings: Settings) -> Row:
+    """One method at one budget, from its runs; ``delta`` is that of the methods that have one."""
     measured = [o.memory for o in outcomes if o.memory is not None]
     return Row(
         method=method,
         epsilon=epsilon,
-        delta=delta,
+        delta=None if epsilon is None else 0.0 if method == "expm" else delta,
         values=tuple(v for o in outcomes for v in o.values),
         simulated=any(o.simulated for o in outcomes),
         seconds=moments.fmean(o.seconds for o in outcomes),
