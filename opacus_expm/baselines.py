@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,9 +18,10 @@ from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from opacus_expm import _check, curves
+from opacus_expm.data import rows_loader
 from opacus_expm.model import check_module
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end
@@ -78,7 +79,7 @@ def dp_sgd(
     _check.fraction("momentum", momentum)
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
     check_criterion(criterion)
-    loader = batches(*tensors("dataset", dataset), batch_size)
+    loader = rows_loader(*tensors("dataset", dataset), batch_size)
     steps_per_epoch = len(loader)
     noise_multiplier = calibrated_noise(epsilon, delta, steps_per_epoch, epochs)
     trained = copy.deepcopy(model).train()
@@ -142,33 +143,6 @@ def non_private(
                 optimizer.step()
                 schedule.step()
     return _with_weights_of(model, trained)
-
-
-class _Rows(Dataset[Any]):
-    """Two tensors, from which a loader takes a batch at once: empty ones included."""
-
-    def __init__(self, x: Tensor, y: Tensor):
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices, dtype=torch.long)
-        return self.x[index], self.y[index]
-
-
-def _as_is(batch: Any) -> Any:
-    """A collate function for batches that are whole already."""
-    return batch
-
-
-def batches(x: Tensor, y: Tensor, batch_size: int) -> DataLoader[Any]:
-    """Batches in order, for every method without the cost of putting them together record by record."""
-    return DataLoader(_Rows(x, y), batch_size=batch_size, collate_fn=_as_is)
 
 
 def tensors(name: str, dataset: object) -> tuple[Tensor, Tensor]:

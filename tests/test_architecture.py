@@ -25,6 +25,7 @@ LONG_FILES = {f"opacus_expm/{name}.py" for name in ("accountant", "audit", "engi
 LONG_FUNCTIONS = {
     "opacus_expm/engine.py:ExpMQuadEngine._draw",
     "opacus_expm/engine.py:ExpMQuadEngine._public_curvature",
+    "opacus_expm/engine.py:ExpMQuadEngine._rounds",
     "opacus_expm/engine.py:ExpMQuadEngine._settle",
     "opacus_expm/engine.py:ExpMQuadEngine.gather",
     "opacus_expm/engine.py:ExpMQuadEngine.make_private_expm",

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from opacus_expm.baselines import batches, calibrated_noise, dp_sgd, non_private, tensors
+from opacus_expm.baselines import calibrated_noise, dp_sgd, non_private, tensors
+from opacus_expm.data import rows_loader
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments.cost import Cost, metered
 from opacus_expm.experiments.journal import canonical
@@ -80,7 +81,7 @@ class Lab:
         x, y = tensors("public", task.public)
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_PUBLIC_RECORDS]
         self.engine = ExpMQuadEngine(distributed=False)  # its ledger is not looked at: see the top of the module
-        self.public_loader = batches(x[some], y[some], _BATCH)
+        self.public_loader = rows_loader(x[some], y[some], _BATCH)
         self.device = next(task.model.parameters()).device
         self._prepared: dict[str, Cost] = {}
 
@@ -92,7 +93,7 @@ class Lab:
         if key not in self._prepared:
             options = {**gathering(settings), **data, "max_grad_norm": 1.0, "max_curvature": 0.0}
             x, y = next(iter(self.public_loader))
-            options["loader"] = batches(x[:1], y[:1], 1)  # nothing but the curvature
+            options["loader"] = rows_loader(x[:1], y[:1], 1)  # nothing but the curvature
             with metered(self.device) as cost:
                 self.engine.gather(**options)
             self._prepared[key] = cost
@@ -136,7 +137,7 @@ class Bench:
         engine, task = self.lab.engine, self.task
         data: Settings = {
             "model": task.model,
-            "loader": batches(*tensors("private", task.private), _BATCH),
+            "loader": rows_loader(*tensors("private", task.private), _BATCH),
             "criterion": task.criterion,
             "public_loader": self.lab.public_loader,
             "projection_seed": cell.seed,
