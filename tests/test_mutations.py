@@ -43,10 +43,10 @@ from opacus_expm import (
     sums,
 )
 from opacus_expm import records as named
+from opacus_expm._tables import markdown
 from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, Purchase, Release
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
 from opacus_expm.plans import Admission, PlannedEvent
 

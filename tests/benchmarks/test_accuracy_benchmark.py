@@ -1,32 +1,29 @@
 """The accuracy benchmark's table, and that the README shows what it found."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from opacus_expm.journal import read_result
+from benchmarks import accuracy
+from opacus_expm.experiments.journal import Journal, read_result
 
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def accuracy():
-    spec = importlib.util.spec_from_file_location("accuracy_benchmark", ROOT / "benchmarks" / "accuracy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parents[2]
 
 
-def test_a_log_becomes_means_and_deviations_over_seeds(accuracy, tmp_path):
-    log = accuracy.Log(str(tmp_path / "log.jsonl"))
-    log.add(task="icu", method="zero-shot", epsilon=None, delta=None, seed=0, score=60.0)
+def test_a_log_becomes_means_and_deviations_over_seeds(tmp_path):
+    log = Journal(tmp_path / "log.jsonl", "accuracy")
+
+    def add(method, epsilon, delta, seed, task="icu", **outcome):
+        cell = {"task": task, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
+        accuracy.keep(log, cell, outcome)
+
+    add("zero-shot", None, None, 0, score=60.0)
     for seed, score in ((1, 72.0), (0, 70.0)):
-        log.add(task="icu", method="suggested", epsilon=1.0, delta=0.0, seed=seed, score=score)
+        add("suggested", 1.0, 0.0, seed, score=score)
     choice = {"arguments": {"radius": 0.3}, "metric": {"quantile": "0.5"}, "views": True}
-    log.add(task="icu", method="suggestion", epsilon=1.0, delta=0.0, seed=-1, **choice)
-    log.add(task="icu", method="factor", epsilon=1.0, delta=0.0, seed=0, factor=2.1)
-    log.add(task="sine", method="suggested", epsilon=1.0, delta=0.0, seed=0, score=1.0)
+    add("suggestion", 1.0, 0.0, -1, **choice)
+    add("factor", 1.0, 0.0, 0, factor=2.1)
+    add("suggested", 1.0, 0.0, 0, task="sine", score=1.0)
     found = accuracy.summary(log, "icu")
     assert [row["scores"] for row in found["rows"]] == [[60.0], [70.0, 72.0]]
     assert found["settings"] == [
@@ -44,7 +41,7 @@ def test_a_log_becomes_means_and_deviations_over_seeds(accuracy, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["mnist", "sine", "icu"])
-def test_what_the_readme_shows_is_what_was_found(accuracy, task):
+def test_what_the_readme_shows_is_what_was_found(task):
     found = read_result(ROOT / "benchmarks" / "accuracy" / f"{task}.json")
     assert found["task"] == task
     assert accuracy.table(found) in (ROOT / "README.md").read_text(encoding="utf-8")
