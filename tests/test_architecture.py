@@ -1,7 +1,7 @@
 """The floor plan: imports point one way, what is heavy is loaded late, and files, functions and signatures stay small.
 
-The order of the modules is the table in CONTRIBUTING.md. The lists of exceptions below are exact: what is mended must leave
-them, so that they can only shrink.
+The order of the modules is the table in docs/pages/design.md. The lists of exceptions below are exact: what is mended must
+leave them, so that they can only shrink.
 """
 
 import ast
@@ -51,8 +51,8 @@ def modules() -> dict[str, Path]:
 
 
 def order() -> list[str]:
-    """The modules as CONTRIBUTING lists them; the entry points come last, and a room before what is in it."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    """The modules as the design page lists them; the entry points come last, and a room before what is in it."""
+    text = (ROOT / "docs" / "pages" / "design.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`[^|]+`) \|", text.split("| module | what it is for |")[1], flags=re.MULTILINE)
     listed = re.findall(r"`([\w.]+)`", " ".join(cells))
     rooms = dict.fromkeys(name.partition(".")[0] for name in listed if "." in name)

@@ -1,4 +1,4 @@
-"""The accuracy benchmark's table, and that the README shows what it found."""
+"""The accuracy benchmark's table, and that the docs and the README show what it found."""
 
 from pathlib import Path
 
@@ -41,7 +41,17 @@ def test_a_log_becomes_means_and_deviations_over_seeds(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["mnist", "sine", "icu"])
-def test_what_the_readme_shows_is_what_was_found(task):
+def test_what_the_docs_show_is_what_was_found(task):
     found = read_result(ROOT / "benchmarks" / "accuracy" / f"{task}.json")
     assert found["task"] == task
-    assert accuracy.table(found) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert accuracy.table(found) in (ROOT / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_rows_of_what_was_found():
+    found = accuracy.table(read_result(ROOT / "benchmarks" / "accuracy" / "mnist.json")).splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    shown = readme[readme.index(found[0]) :]
+    shown = shown[: shown.index("")]
+    assert len(shown) > 4
+    assert [row for row in found if row in shown] == shown
+    assert all(any(row.startswith(f"| {name}") for row in shown) for name in ("zero-shot", "non-private", "dp-sgd"))

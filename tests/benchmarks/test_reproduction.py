@@ -450,10 +450,10 @@ def test_bad_options_are_explained(capsys, tmp_path, arguments, message):
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "reproduction"
 
 
-def test_what_the_readme_shows_is_what_was_found():
+def test_what_the_docs_show_is_what_was_found():
     found = [Reproduction.from_json(RESULTS / f"{name}.json") for name in TASKS]
     assert not any(one.quick for one in found)
-    assert summary(found) in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert summary(found) in (RESULTS.parents[1] / "docs" / "pages" / "paper.md").read_text(encoding="utf-8")
     for one in found:
         assert (RESULTS / f"{one.task}.md").read_text(encoding="utf-8") == table(one) + "\n"
         assert all(c.stated == (EPSILONS if c.method == OURS else (None,) * 6) for c in one.curves)
