@@ -46,7 +46,8 @@ from opacus_expm.density import Array
 
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
 _FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
-_SHARES = len(_FILTER_ORDERS) + 2  # of δ: one for each order, one for Gaussian composition, one for failures
+_FAILURE_SHARE = 0.01  # of a filter's δ
+_SHARE = (1 - _FAILURE_SHARE) / (len(_FILTER_ORDERS) + 1)  # of its δ, for each order and for Gaussian composition
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
@@ -315,13 +316,13 @@ class Filter:
         first = len(events) == 1 and not steps and failure <= self.delta
         if first and _exact_total(events, [], self.delta - failure).epsilon <= slack:
             return True
-        share = self.delta / _SHARES
-        if failure > share:
+        if failure > self.delta * _FAILURE_SHARE:
             return False
         if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
             return True
         if self.delta == 0:
             return False
+        share = self.delta * _SHARE
         for i, order in enumerate(_FILTER_ORDERS):
             rdp = math.fsum(_rdp(e.epsilon_range, e.mu, order) for e in events)
             rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)

@@ -869,7 +869,7 @@ def test_what_remains_is_rounded_down():
     """A budget under which 0.25·(1 − 5e-10) passes, by a Rényi order, and 0.25 does not."""
     delta, most = 1e-6, 0.25 * (1 - 5e-10)
     events = [release(0.25)] * 40
-    share = delta / composition._SHARES
+    share = delta * composition._SHARE
 
     def converted(last):
         return min(

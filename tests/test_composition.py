@@ -661,7 +661,7 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
     """Pure, Rényi and Gaussian; with a branch shut, its case is refused."""
     pure = (Filter(1.0, 1e-6), copies(2, 0.5))
     renyi = (Filter(4.0, 1e-6), copies(40, 0.2))
-    share = 1e-5 / composition._SHARES
+    share = 1e-5 * composition._SHARE
     mu = curves.gaussian_mu(1.0, share)
     gaussian = (Filter(1.0, 1e-5), copies(4, 50.0, 0.499 * mu))
     # A range without μ counts as the μ of its range.
@@ -729,7 +729,7 @@ def test_a_plan_that_passes_is_within_the_budget_and_so_is_what_follows(epsilon,
 def test_filter_limits_by_hand():
     """The last number of releases that passes is the one that the formula gives, for one order at a time."""
     budget, delta = 2.0, 1e-5
-    share = delta / composition._SHARES
+    share = delta * composition._SHARE
 
     def fits(n):
         return any(
@@ -768,11 +768,11 @@ def test_filter_leaves_room_for_failures():
 def test_failures_have_a_share_of_delta_of_their_own():
     """However many there are, the other shares are the same: their sum is δ for whoever chooses by looking."""
     epsilon, delta = 1.0, 1e-5
-    failure = delta / composition._SHARES / (1 + math.exp(epsilon))  # of all draws together
+    failure = delta * composition._FAILURE_SHARE / (1 + math.exp(epsilon))  # of all draws together
     for failures in (0.0, 0.5, 1 - 1e-9):
         events = [Event(0.25, failure_probability=failures * failure / 4)] * 4
         assert Filter(epsilon, delta).admits(events, [])
-        mu = curves.gaussian_mu(epsilon, delta / composition._SHARES) / math.sqrt(2)
+        mu = curves.gaussian_mu(epsilon, delta * composition._SHARE) / math.sqrt(2)
         for factor, admitted in ((1 - 1e-9, True), (1 + 1e-6, False)):
             pair = [Event(math.inf, mu * factor, failure_probability=failures * failure / 2)] * 2
             assert Filter(epsilon, delta).admits(pair, []) == admitted
