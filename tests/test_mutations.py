@@ -221,6 +221,15 @@ def loaders_that_repeat_are_refused():
     assert refused
 
 
+def the_widest_batch_decides():
+    """A batch of two rows a record, and then one of a single row: the range is that of two rows."""
+    rows = torch.eye(2, dtype=torch.float64)
+    adder = sums.ClippedAdder(1.0, 1.0)
+    for count in (2, 1):
+        adder.add(sums._finite_only(rows[:1], rows[None, :count], parallel=count == 1))
+    assert not adder.result().parallel
+
+
 # --- defects -------------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +268,16 @@ def _unclipped(which):
 def _narrow_width(patch):
     original = sums.ClippedAdder.result
     patch.setattr(sums.ClippedAdder, "result", lambda self: dataclasses.replace(original(self), parallel=True))
+
+
+def _width_of_the_last_batch(patch):
+    original = sums.ClippedAdder.add
+
+    def add(self, records):
+        original(self, records)
+        self._parallel = records.parallel
+
+    patch.setattr(sums.ClippedAdder, "add", add)
 
 
 def _one_records_worth(patch):
@@ -425,6 +444,7 @@ DEFECTS = (
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
     Defect("curvature not clipped", _unclipped("curvature_norms"), audit_of_the_extremal_pair),
     Defect("the narrow width W₁ where W* is due", _narrow_width, audit_of_the_extremal_pair),
+    Defect("the width of the last batch for all", _width_of_the_last_batch, the_widest_batch_decides),
     Defect("no factor two for replace-one", _one_records_worth, audit_of_the_extremal_pair_replace_one),
     Defect("Lipschitz constant without R·C_H", _no_curvature_in_lipschitz, audit_of_the_gaussian_claim),
     Defect("sampler accepts without the tilt", _no_tilt_in_acceptance, law_of_the_draws),
