@@ -14,6 +14,10 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 | any other sampler | refused | what it visits is not known |
 | iterable data set with two or more workers | refused | each worker may yield every record |
 | ``batch_size=None`` | refused | what one record is would not be known |
+
+Records may be augmented at random. Every pass draws this randomness afresh from the operating system, in the process and in
+the loader's workers, so that it is no function of the script's seeds (``opacus_expm.randomness`` says why, what is
+refreshed, and what remains with the user: a data set that seeds generators while it is read).
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check
 from opacus_expm.model import cast_inputs, take
+from opacus_expm.randomness import FreshWorker, Generators
 
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
@@ -201,6 +206,33 @@ def visited(loader: DataLoader[Any]) -> Sequence[int] | None:
     return range(len(loader.dataset))  # type: ignore[arg-type]
 
 
+def with_fresh_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, whose workers draw fresh randomness; workers that it has started before are not among them.
+
+    Nothing is changed in the loader itself, which goes on with its own workers.
+    """
+    if loader.num_workers == 0:
+        return loader
+    twin: DataLoader[Any] = object.__new__(type(loader))
+    fresh = {"worker_init_fn": FreshWorker(loader.worker_init_fn, loader.collate_fn), "_iterator": None}
+    twin.__dict__.update(vars(loader) | fresh)
+    return twin
+
+
+def freshly(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's batches, each drawn with fresh randomness; what is done between them is none of it."""
+    generators = Generators.of(loader)
+    with generators.refreshed():
+        stream = iter(loader)
+    while True:
+        with generators.refreshed():
+            try:
+                batch = next(stream)
+            except StopIteration:
+                return
+        yield batch
+
+
 def batch_size(loader: DataLoader[Any]) -> int | None:
     """Number of records in a full batch, or None where the loader does not say."""
     if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
@@ -295,6 +327,8 @@ def batches(
 ) -> Iterator[tuple[Any, Tensor]]:
     """One pass over the loader as (inputs, targets) on the model's device, in pieces of limited size.
 
+    Whoever goes through it does so in fresh randomness (``Generators.refreshed``); the loader's workers have their own.
+
     Args:
         loader: the data.
         device: the model's device.
@@ -318,7 +352,7 @@ def batches(
     total = None if expected is None else len(loader) * full
     hidden = True if expected is None else disable
     with tqdm(desc=name, total=total, unit="record", unit_scale=True, disable=hidden, leave=False) as bar:
-        for batch in loader:
+        for batch in with_fresh_workers(loader):
             inputs, targets = split_batch(batch, name)
             seen += targets.shape[0]
             step = max_physical_batch_size or max(targets.shape[0], 1)

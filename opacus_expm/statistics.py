@@ -41,6 +41,7 @@ from opacus_expm.model import (
 )
 from opacus_expm.private_file import PassFile, read_private, write_private
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
+from opacus_expm.randomness import Generators
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sums import (
     BOUNDS,
@@ -308,6 +309,7 @@ class Workbench:
         self._recipe, self._subspace = subspace, subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
         self._pieces, self._progress, self._views = pieces, progress, views
+        self._generators = Generators.of(self._working, views, criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
 
     def check_curvature(self, max_curvature: float | None) -> None:
@@ -394,6 +396,8 @@ class Workbench:
         self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None, ranks: Ranks
     ) -> Remembered:
         """One pass over this rank's private data that keeps every record's norms and, while they fit, quadratics.
+
+        Where they do not fit, the sums need another pass, in which random records have other norms. It clips by its own.
 
         **Privacy:** the result is private data.
         """
@@ -517,15 +521,16 @@ class Workbench:
         )
 
     def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
-        """One pass in exact arithmetic, from its beginning again in pieces of half the size whenever memory runs out.
+        """One pass in exact arithmetic and fresh randomness, again in pieces of half the size whenever memory runs out.
 
         Raises:
             RuntimeError: not even single records fit, or the pass cannot start again; says what needs less.
         """
+        generators = Generators.of(loader, self._generators.found)
         while True:
             size = self._pieces.padded(loader)
             try:
-                with exact_arithmetic():
+                with exact_arithmetic(), generators.refreshed():
                     return once()
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):

@@ -11,7 +11,8 @@ Smith, Balle 2022, *Unlocking high-accuracy differentially private image classif
 To the sums a record with views is a short sequence with the same target at every place.
 
 **Privacy:** that of the record itself: the mean is clipped after it was taken, so one record moves the sums by no more than
-without views. It needs that the views of a record depend on that record alone (and on randomness of their own).
+without views. It needs that the views of a record depend on that record alone, and on randomness of their own, which is
+fresh in every pass (``opacus_expm.randomness``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
 from opacus_expm.accountant import ExpMAccountant, Purchase
@@ -25,6 +25,7 @@ from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
+from opacus_expm.randomness import Generators
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -219,6 +220,66 @@ def loaders_that_repeat_are_refused():
     except ValueError as error:
         refused = "replacement" in str(error)
     assert refused
+
+
+class Flipped(Dataset):
+    """Records (±1, y) with a sign that is drawn when they are read."""
+
+    def __init__(self, y):
+        self.y = y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return torch.rand(1, dtype=torch.float64).sub(0.5).sign(), self.y[index]
+
+
+def _pull_of_the_signs(read, **options):
+    """Σ over 40 records whose targets are the signs that the script's seed gives to whoever reads them: ±40 if it does."""
+    nothing = torch.zeros(40, 1, dtype=torch.float64)
+    torch.manual_seed(0)
+    signs = torch.cat([x for x, _ in DataLoader(Flipped(nothing), batch_size=32, **options)])
+    torch.manual_seed(0)
+    return abs(float(read(DataLoader(Flipped(signs), batch_size=32, **options))))
+
+
+def _gathered(loader):
+    model, _ = _line([1.0], [0.0])
+    torch.manual_seed(0)
+    options = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    return ExpMQuadEngine().gather(model, loader, None, **options).sums.gradient
+
+
+def _read_in_a_loop(loader):
+    model, _ = _line([1.0], [0.0])
+    *_, private = ExpMQuadEngine().make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        target_epsilon=1.0,
+        target_delta=0.0,
+        epochs=1,
+        **{name: value for name, value in LINE.items() if name != "epsilon"},
+    )
+    torch.manual_seed(0)
+    return sum(x @ y for batch in private for x, y in zip(*batch, strict=True))
+
+
+def _constant(worker_id):
+    torch.manual_seed(0)
+
+
+def a_seed_does_not_tell_what_is_drawn_for_the_records():
+    assert _pull_of_the_signs(_gathered) < 40, "one more record would move them all"
+
+
+def a_seed_does_not_tell_what_is_drawn_in_workers():
+    assert _pull_of_the_signs(_gathered, num_workers=1, worker_init_fn=_constant) < 40
+
+
+def a_seed_does_not_tell_what_is_drawn_in_a_loop():
+    assert _pull_of_the_signs(_read_in_a_loop) < 40
 
 
 def the_widest_batch_decides():
@@ -435,6 +496,18 @@ def _error_for_a_record(patch):
     patch.setattr(sums, "_finite_only", strict)
 
 
+def _seeded_records(patch):
+    patch.setattr(Generators, "refreshed", lambda self: contextlib.nullcontext())
+
+
+def _seeded_workers(patch):
+    patch.setattr(data, "with_fresh_workers", lambda loader: loader)
+
+
+def _seeded_loop(patch):
+    patch.setattr(data, "freshly", iter)
+
+
 def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
@@ -457,6 +530,9 @@ DEFECTS = (
     Defect("BatchNorm in training mode", _training_mode, audit_of_a_model_with_batchnorm),
     Defect("float32 sums under autocast", _float32_sums_under_autocast, audit_under_autocast),
     Defect("noise from the global seed", _global_seed, noise_of_the_operating_system),
+    Defect("records drawn by the script's seed", _seeded_records, a_seed_does_not_tell_what_is_drawn_for_the_records),
+    Defect("workers keep the script's seed", _seeded_workers, a_seed_does_not_tell_what_is_drawn_in_workers),
+    Defect("a loop's records drawn by its seed", _seeded_loop, a_seed_does_not_tell_what_is_drawn_in_a_loop),
     Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
