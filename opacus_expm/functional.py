@@ -4,6 +4,9 @@ Every record is a batch of one, under ``vmap`` where torch has rules for the mod
 other: tied weights, in-place activations, ``nn.LSTM``, ``nn.MultiheadAttention`` and parameters used outside any layer
 are all served, and a record's rows cannot depend on another's by construction. The price is time and, under ``vmap``,
 memory for (records, r, p) at a time, kept below a fixed number of elements by working on a few records at once.
+
+A model that draws random numbers is run without ``vmap``, under which all records would share what is drawn outside torch
+(torch's own random operations refuse to run).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch, take
 from opacus_expm.projection import Projection
+from opacus_expm.randomness import Generators
 
 _MAX_ELEMENTS = 2**25  # of the (records, r, p) block: 128 MiB in float32
 
@@ -44,6 +48,7 @@ class FunctionalRows:
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self._trainable = {n: state.pop(n).detach() for n in layout.names}
         self._constant = {n: t.detach() for n, t in state.items()}
+        self._generators = Generators.of(module)
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, …), and the function from cotangents (B, r, …) to rows (B, r, k).
@@ -52,9 +57,15 @@ class FunctionalRows:
         """
         if self._one_by_one:
             return self._separate_graphs(inputs)
-        axes = pytree.tree_map(lambda t: 0 if isinstance(t, Tensor) else None, inputs)
+        axes, before = (
+            pytree.tree_map(lambda t: 0 if isinstance(t, Tensor) else None, inputs),
+            self._generators.states(),
+        )
         with _plain_attention():
             outputs = vmap(self._record, in_dims=(None, axes))(self._trainable, inputs)
+        if self._generators.drawn_since(before):
+            self._one_by_one = True
+            return self._separate_graphs(inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(inputs, axes, cotangents)
 
     def _record(self, trainable: dict[str, Tensor], inputs: Any) -> Tensor:

@@ -14,6 +14,10 @@ the draw has the privacy that is claimed, with all its curves (ε-range, Rényi,
 both data sets, somebody who sees the release *and* ω learns no more than that: the hockey-stick divergence of the pair is
 the mean over ω, and Rényi's is at most the largest. Who sees the release alone learns no more either (post-processing).
 
+**Every record has draws of its own.** One number for all records of a batch (a batch of images flipped together, a layer
+dropped for a whole batch) would tie records to whoever shares their batch, and one more record moves the borders of batches.
+So views and models that are seen to draw are run record by record; collate functions and criteria must draw for each record.
+
 **Passes need not agree.** Where bounds are bought in one pass over the data and the sums gathered in another, a record has
 another ω in each. Nothing rests on their agreement: the purchase is charged for its own pass, and the clipping is done in
 the pass that adds up. A pass that is resumed, or starts again with less memory, draws anew for what is left of it.
@@ -78,12 +82,20 @@ class Generators:
     @contextmanager
     def refreshed(self) -> Iterator[None]:
         """Fresh randomness inside; afterwards, also after an error or an interrupt, every state is what it was."""
-        before = [_state(g) for g in self.found]
+        before = self.states()
         try:
             self.reseed()
             yield
         finally:
             _set_states(self.found, before)
+
+    def states(self) -> list[Any]:
+        """All that decides what comes next."""
+        return [_state(g) for g in self.found]
+
+    def drawn_since(self, states: list[Any]) -> bool:
+        """Whether a number was drawn since the generators had these states."""
+        return not all(map(_same, self.states(), states))
 
     def reseed(self, entropy: Entropy = os.urandom) -> None:
         """Start every generator from a state of its own that the entropy decides."""
@@ -121,6 +133,15 @@ def _state(generator: AnyGenerator) -> Any:
     if isinstance(generator, np.random.BitGenerator):
         return generator.state
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are one, whatever they are made of."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_same(one[name], other[name]) for name in one)
+    return bool(np.all(one == other))
 
 
 def _set_states(generators: Iterable[AnyGenerator], states: Iterable[Any]) -> None:

@@ -32,6 +32,7 @@ from opacus_expm.model import (
     check_module,
     compute_dtype,
     digest,
+    draws_at_random,
     exact_arithmetic,
     moved,
     ran_out_of_memory,
@@ -52,7 +53,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
-from opacus_expm.views import EachView, Views, with_views
+from opacus_expm.views import EachView, Views, with_own_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -573,7 +574,7 @@ class Workbench:
             self._ready = (source if self._views is None else EachView(source), loss)
         whole: Batches = itertools.chain([first], stream)
         if self._views is not None:
-            whole = itertools.starmap(functools.partial(with_views, self._views), whole)
+            whole = itertools.starmap(functools.partial(with_own_views, self._views, self._generators), whole)
         return (*self._ready, whole)
 
 
@@ -627,6 +628,8 @@ def _row_source(
     if grad_sample_mode == "functorch":
         return functional_for(module, layout, projection, example)
     try:
+        if draws_at_random(module, example):
+            raise HooksCannotServe("the model draws random numbers, and every record needs numbers of its own")
         return hooks_for(module, layout, projection, example)
     except HooksCannotServe as reason:
         if grad_sample_mode == "hooks":

@@ -26,6 +26,7 @@ from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
 from opacus_expm.randomness import Generators
+from opacus_expm.views import with_views
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -282,6 +283,18 @@ def a_seed_does_not_tell_what_is_drawn_in_a_loop():
     assert _pull_of_the_signs(_read_in_a_loop) < 40
 
 
+def _stretched_together(x):
+    return [x * torch.rand(())]
+
+
+def records_do_not_share_what_is_drawn():
+    """Each batch adds up to nothing unless its records are stretched by numbers of their own."""
+    model, loader = _line([1.0] * 64, [0.1, -0.1] * 32)
+    options = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    found = ExpMQuadEngine().gather(model, loader, None, views=_stretched_together, **options)
+    assert abs(float(found.sums.gradient)) > 1e-9, "one more record would move the borders of all batches"
+
+
 def the_widest_batch_decides():
     """A batch of two rows a record, and then one of a single row: the range is that of two rows."""
     rows = torch.eye(2, dtype=torch.float64)
@@ -508,6 +521,13 @@ def _seeded_loop(patch):
     patch.setattr(data, "freshly", iter)
 
 
+def _shared_draws(patch):
+    def together(views, generators, inputs, targets):
+        return with_views(views, inputs, targets)
+
+    patch.setattr(statistics, "with_own_views", together)
+
+
 def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
@@ -533,6 +553,7 @@ DEFECTS = (
     Defect("records drawn by the script's seed", _seeded_records, a_seed_does_not_tell_what_is_drawn_for_the_records),
     Defect("workers keep the script's seed", _seeded_workers, a_seed_does_not_tell_what_is_drawn_in_workers),
     Defect("a loop's records drawn by its seed", _seeded_loop, a_seed_does_not_tell_what_is_drawn_in_a_loop),
+    Defect("one draw for the views of a batch", _shared_draws, records_do_not_share_what_is_drawn),
     Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),

@@ -602,6 +602,95 @@ def test_every_round_draws_anew():
     assert len(set(seen)) == len(seen) == 2 * 2 * RECORDS * FEATURES
 
 
+# --- Draws of their own --------------------------------------------------------------------------------------------------
+
+
+class Stretching(nn.Module):
+    """Stretches a batch as a whole, by a number that is drawn outside torch, or by torch."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.line, self.draw = line(), draw
+
+    def forward(self, x):
+        return self.line(x * self.draw())
+
+
+def stretched_views(x):
+    return [x * random.random()]
+
+
+def torch_stretched_views(x):
+    return [x * torch.rand(())]
+
+
+SHARED = {
+    "views": (line, {"views": stretched_views}),
+    "views by torch": (line, {"views": torch_stretched_views}),
+    **{
+        f"model, {mode}{' by torch' if by_torch else ''}": (
+            lambda by_torch=by_torch: Stretching((lambda: torch.rand(())) if by_torch else random.random),
+            {"grad_sample_mode": None if mode == "hooks" else mode},
+        )
+        for mode in ("hooks", "functorch")
+        for by_torch in (False, True)
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:using grad_sample_mode='functorch', because the model draws random numbers")
+@pytest.mark.parametrize("name", SHARED)
+def test_records_of_a_batch_do_not_share_what_is_drawn(name):
+    """Batches add up to nothing unless their records are stretched differently, which a record before them would change."""
+    model, options = SHARED[name]
+    x = torch.ones(RECORDS, FEATURES, dtype=torch.float64)
+    y = torch.tensor([1.0, 1.0, -1.0, -1.0] * (RECORDS // 4), dtype=torch.float64)[:, None]
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    bounds = {"max_grad_norm": 100.0, "max_curvature": 0.0}
+    found = ExpMQuadEngine().gather(model(), loader, None, criterion=nn.MSELoss(), **options, **bounds)
+    assert float(found.sums.gradient.norm()) > 1e-6
+    plain = ExpMQuadEngine().gather(line(), loader, None, criterion=nn.MSELoss(), **bounds)
+    assert float(plain.sums.gradient.norm()) < 1e-12
+
+
+def test_hooks_are_refused_for_a_model_that_draws():
+    with pytest.raises(ValueError, match="'hooks' cannot serve this model: the model draws random numbers"):
+        ExpMQuadEngine().gather(Dropping(), plain_loader(), None, grad_sample_mode="hooks", **OPTIONS)
+    with pytest.warns(UserWarning, match="because the model draws random numbers, and every record needs numbers of"):
+        ExpMQuadEngine().gather(Dropping(), plain_loader(), None, **OPTIONS)
+
+
+def test_a_model_that_draws_in_training_mode_alone_is_served_by_hooks():
+    model = nn.Sequential(nn.Dropout(0.5), line())
+    found = ExpMQuadEngine().gather(model, plain_loader(), None, grad_sample_mode="hooks", **OPTIONS)
+    assert torch.equal(
+        found.sums.gradient, ExpMQuadEngine().gather(line(), plain_loader(), None, **OPTIONS).sums.gradient
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawing_is_noticed(kind):
+    make, draw = KINDS[kind]
+    mine = make(0)
+    found = Generators.of(mine)
+    before = found.states()
+    assert not found.drawn_since(before)
+    draw(mine)
+    assert found.drawn_since(before)
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_drawing_from_the_global_generators_is_noticed(name):
+    found = Generators.of()
+    before = found.states()
+    GLOBAL[name]()
+    assert found.drawn_since(before)
+    found = Generators.of()
+    before = found.states()
+    GLOBAL[name]()  # the second of a pair
+    assert found.drawn_since(before)
+
+
 # --- An Opacus loop ------------------------------------------------------------------------------------------------------
 
 
