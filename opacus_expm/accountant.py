@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
@@ -38,8 +40,9 @@ class Release:
     """One draw that left, or was about to leave: public facts only.
 
     Attributes:
-        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP.
-        mu: parameter of Gaussian differential privacy, possibly infinite.
+        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP. Infinite where the
+            draw was calibrated by μ and a bound was bought before: c·W depends on what was bought then.
+        mu: parameter of Gaussian differential privacy, possibly infinite. One of the two is finite.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         epsilon: budget that was asked for, for all rounds of the plan together.
         delta: likewise.
@@ -83,10 +86,13 @@ class Release:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.mu != math.inf:
-            _check.positive("mu", self.mu)
+        for name in ("epsilon_range", "mu"):
+            if getattr(self, name) != math.inf:
+                _check.positive(name, getattr(self, name))
+        if self.epsilon_range == self.mu == math.inf:
+            raise ValueError("epsilon_range or mu must be finite: a release has a cost")
         _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        for name in ("epsilon_range", "epsilon", "radius", "max_grad_norm"):
+        for name in ("epsilon", "radius", "max_grad_norm"):
             _check.positive(name, getattr(self, name))
         for name in ("regularization", "max_curvature"):
             _check.non_negative(name, getattr(self, name))
@@ -103,8 +109,9 @@ class Release:
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite μ becomes None."""
-        return {**dataclasses.asdict(self), "mu": None if math.isinf(self.mu) else self.mu}
+        """Plain JSON values; an infinite range or μ becomes None."""
+        facts = dataclasses.asdict(self)
+        return facts | {name: None for name in ("epsilon_range", "mu") if math.isinf(facts[name])}
 
     @classmethod
     def from_dict(cls, facts: Any) -> Release:
@@ -117,7 +124,7 @@ class Release:
         if not isinstance(facts, Mapping) or set(facts) != names:
             raise ValueError(f"a release has exactly the fields {sorted(names)}")
         try:
-            return cls(**{**facts, "mu": math.inf if facts["mu"] is None else facts["mu"]})
+            return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -178,16 +185,37 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
         raise ValueError(str(error)) from error
 
 
-class ExpMAccountant(IAccountant):
+class NotCopied:
+    """Mixin: copying and pickling are refused, because a copy would be a second budget for the same data."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is neither copied nor pickled: a copy would be a second budget for the same data. Share "
+            "the object itself; let processes share a file (ledger_path=); save it with state_dict() or save_checkpoint()"
+        )
+
+
+class ExpMAccountant(NotCopied, IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
     work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
 
     Args:
-        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively.
+        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively. It
+            belongs to the ledger from then on, in its file and in what is saved of it, and cannot be changed. None goes on
+            with the budget of the ledger, if it has one.
         ledger_path: an append-only file in which every charge is on disk before its draw; several processes may
             share it. Charges already in it count.
+
+    Raises:
+        ValueError: the ledger was declared to have another budget.
+
+    A budget that is declared for a ledger with events counts them, and a warning says what it does not cover: events that
+    were chosen by looking at earlier ones, before there was a filter to hold them.
+
+    Threads may share an accountant: a charge is judged and written down before another is judged. Processes may not,
+    because each would have a ledger of its own; they share a file.
 
     **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
     looking at earlier releases, declare a ``budget`` (see ``composition``).
@@ -197,12 +225,35 @@ class ExpMAccountant(IAccountant):
         self, *, budget: tuple[float, float] | None = None, ledger_path: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
         self.releases: list[Release | Purchase] = []
-        self.budget = None if budget is None else _budget(budget)
-        self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        self._budget: Filter | None = None
         self._plan: _Plan | None = None
-        self._refresh()
+        declared = None if budget is None else _budget(budget)
+        self._file = None if ledger_path is None else LedgerFile(ledger_path)
+        with self._exclusive():
+            if declared is not None and self._budget is None:
+                if len(self):
+                    _warn_of_a_late_budget(declared, len(self))
+                if self._file is not None:
+                    self._file.append({"budget": dataclasses.asdict(declared)})
+                self._budget = declared
+            self._check_same_budget(declared)
+
+    @property
+    def budget(self) -> Filter | None:
+        """The (ε, δ) that was declared for this ledger."""
+        return self._budget
+
+    def _check_same_budget(self, other: Filter | None) -> None:
+        """Raise if another budget than the ledger's is meant."""
+        if other is not None and self._budget is not None and other != self._budget:
+            raise ValueError(
+                f"budget=({other.epsilon:g}, {other.delta:g}) is not the ledger's, which is ({self._budget.epsilon:g}, "
+                f"{self._budget.delta:g}): it was declared for all that is charged there, and cannot be changed. Leave "
+                "budget out to go on with it"
+            )
 
     def record(self, release: Release | Purchase) -> None:
         """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
@@ -232,10 +283,9 @@ class ExpMAccountant(IAccountant):
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
-        if self._file is None:
-            self.releases.append(release)
-        else:
-            self._refresh()
+        with self._exclusive():
+            if self._file is None:
+                self.releases.append(release)
 
     def identity(self) -> str:
         """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
@@ -271,9 +321,10 @@ class ExpMAccountant(IAccountant):
 
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
-        self.check_adjacency(release.adjacency)
-        self._check_countable(release)
-        self._check_budget([[release]], release.epsilon, release.delta)
+        with self._exclusive():
+            self._check_adjacency(release.adjacency)
+            self._check_countable(release)
+            self._check_budget([[release]], release.epsilon, release.delta)
 
     def _check_countable(self, *more: Release | Purchase) -> None:
         """No budget is kept by a ledger for which no ε can be stated."""
@@ -293,9 +344,9 @@ class ExpMAccountant(IAccountant):
 
         Rounded down to six significant digits.
         """
-        self._refresh()
-        self._check_countable()
-        return self._remaining()
+        with self._exclusive():
+            self._check_countable()
+            return self._remaining()
 
     def _remaining(self) -> float:
         if self.budget is None:
@@ -312,8 +363,8 @@ class ExpMAccountant(IAccountant):
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
-        self._refresh()
-        self._check_adjacency(adjacency)
+        with self._exclusive():
+            self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
         held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
@@ -361,9 +412,10 @@ class ExpMAccountant(IAccountant):
             NoGuarantee: a release's bounds were read off the private data.
         """
         _check.fraction("delta", delta)
-        self._refresh()
-        _check_guarantee(self.releases)
-        total = total_epsilon(self.releases, self.history, delta)
+        with self._exclusive():
+            releases, history = list(self.releases), list(self.history)
+        _check_guarantee(releases)
+        total = total_epsilon(releases, history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
     def __len__(self) -> int:
@@ -375,17 +427,21 @@ class ExpMAccountant(IAccountant):
         return "expm"
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The ledger as plain numbers and strings."""
+        """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
         state["releases"] = [r.to_dict() for r in self.releases]
+        state["budget"] = None if self._budget is None else dataclasses.asdict(self._budget)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one, after checking every entry.
+        """Go on with a saved ledger and its budget, after checking every entry.
+
+        It must begin with what this one holds, if anything. A budget declared here for a ledger that was saved without one
+        counts everything in it: perhaps nothing remains then.
 
         Raises:
-            ValueError: a state of another accountant, an entry that no event can have left, or a ledger file in use
-                (the file is the ledger then, and may not be replaced).
+            ValueError: a state of another accountant; an entry that no event can have left; a ledger that lacks charges of
+                this one, which would be forgotten; another budget; or a ledger file in use (the file is the ledger then).
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
@@ -398,7 +454,19 @@ class ExpMAccountant(IAccountant):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
-        self.history, self.releases = history, releases
+        # Ledgers that were saved before they held budgets have none.
+        budget = None if state_dict.get("budget") is None else _budget_from_dict(state_dict["budget"])
+        with self._exclusive():
+            self._check_same_budget(budget)
+            if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
+                raise ValueError(
+                    "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
+                    "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
+                    "'module_state_dict'"
+                )
+            if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
+                _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
+            self.history, self.releases, self._budget = history, releases, budget or self._budget
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -407,13 +475,23 @@ class ExpMAccountant(IAccountant):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the file's lock, with what other processes charged read in; nothing without a file."""
-        if self._file is None:
-            yield
-            return
-        with self._file.locked():
-            self._read_file()
-            yield
+        """Hold the lock between threads, and the file's between processes, with what these have charged read in.
+
+        Raises:
+            RuntimeError: in a process that was forked from the accountant's own, whose ledger would be a copy.
+        """
+        if os.getpid() != self._process:  # before the lock, which another thread may have held when it was copied
+            raise RuntimeError(
+                "this accountant belongs to the process that made it: a forked process has a copy, and what is charged "
+                "there is missing in the original. Use ExpMAccountant(ledger_path=...) in each process, with one file"
+            )
+        with self._lock:
+            if self._file is None:
+                yield
+                return
+            with self._file.locked():
+                self._read_file()
+                yield
 
     def _read_file(self) -> None:
         """Make the lists what the file says."""
@@ -421,20 +499,25 @@ class ExpMAccountant(IAccountant):
             return
         releases: list[Release | Purchase] = []
         history: list[Steps] = []
+        budget: Filter | None = None
         for entry in self._file.entries():
             try:
                 if "release" in entry:
                     releases.append(_event_from_dict(entry["release"]))
+                elif "budget" in entry:
+                    if budget is not None:
+                        raise ValueError("a budget is declared once")
+                    budget = _budget_from_dict(entry["budget"])
                 else:
                     run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
                     history = _with_step(history, run[0], run[1])
             except (KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"{self._file.path} holds an entry that is no release or step: {error}") from error
+                raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
         try:
             _one_adjacency(releases, history)
         except ValueError as error:
             raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history = releases, history
+        self.releases, self.history, self._budget = releases, history, budget
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
@@ -483,6 +566,31 @@ def _budget(budget: tuple[float, float]) -> Filter:
     return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
 
 
+def _budget_from_dict(facts: Any) -> Filter:
+    """A budget as it was saved.
+
+    Raises:
+        ValueError: missing or unknown facts, or no possible budget.
+    """
+    if not isinstance(facts, Mapping) or set(facts) != {"epsilon", "delta"}:
+        raise ValueError("a budget has exactly the fields 'epsilon' and 'delta'")
+    try:
+        return _budget((facts["epsilon"], facts["delta"]))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
+    """Say what a budget covers that was not declared first."""
+    warnings.warn(
+        f"budget=({budget.epsilon:g}, {budget.delta:g}) is declared for a ledger that holds {events} charges already. They "
+        "count against it, but it covers them only if they, and the budget, were settled before any of them was made: what "
+        "was chosen by looking at earlier results without a budget is not covered. Declare a budget when a ledger begins",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
 def _steps(run: Any) -> Steps:
     """A (noise_multiplier, sample_rate, steps) triple that DP-SGD can have left."""
     if not isinstance(run, tuple | list) or len(run) != 3:
@@ -510,6 +618,25 @@ def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Ste
     held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
     if len(held) > 1:
         raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
+
+
+def _begins_with(history: Sequence[Steps], earlier: Sequence[Steps]) -> bool:
+    """Whether runs of DP-SGD steps begin with earlier ones."""
+    after, before = _merged(history), _merged(earlier)
+    if not before or len(after) < len(before):
+        return not before
+    last, same = before.pop(), after[len(before)]
+    return after[: len(before)] == before and same[:2] == last[:2] and same[2] >= last[2]
+
+
+def _merged(history: Sequence[Steps]) -> list[Steps]:
+    """The same runs, with those of one kind that follow each other made one."""
+    runs: list[Steps] = []
+    for noise_multiplier, sample_rate, steps in history:
+        if runs and runs[-1][:2] == (noise_multiplier, sample_rate):
+            steps += runs.pop()[2]
+        runs.append((noise_multiplier, sample_rate, steps))
+    return runs
 
 
 def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:

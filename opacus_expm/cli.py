@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -91,6 +92,7 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
         "delta": delta,
         "epsilon": None if math.isinf(epsilon) else epsilon,
         "bound": method,
+        "budget": None if accountant.budget is None else dataclasses.asdict(accountant.budget),
         "events": LedgerFile(ledger).entries(),
     }
 
@@ -98,8 +100,12 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
 def _spent_text(found: dict[str, Any]) -> str:
     """The same for people."""
     lines, steps = [], 0
-    for event in found["events"]:
+    for number, event in enumerate(found["events"]):
         facts = event.get("release")
+        if "budget" in event:
+            late = f", declared after {number} charges" if number else ""
+            lines.append("{time}  budget: epsilon {budget[epsilon]:g}, delta {budget[delta]:g}".format(**event) + late)
+            continue
         if facts is None:
             steps += 1
             continue
@@ -108,10 +114,11 @@ def _spent_text(found: dict[str, Any]) -> str:
                 f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({facts['adjacency']})"
             )
             continue
-        mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
+        costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
+        told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']})"
+            f"{told}, {facts['adjacency']})"
         )
     if steps:
         lines.append(f"{steps} DP-SGD steps")

@@ -1,7 +1,7 @@
 """What a list of events costs together: the least of several valid totals, and filters for adaptive budgets.
 
-An event is an exponential-mechanism release, given by (ε_range, μ), or a run of DP-SGD steps, given by Opacus's
-(noise_multiplier, sample_rate, steps). Valid totals at δ:
+An event is an exponential-mechanism release, given by (ε_range, μ), one of which may be infinite, or a run of DP-SGD steps,
+given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
 
 * ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
@@ -59,7 +59,7 @@ class Event(Protocol):
 
     @property
     def epsilon_range(self) -> float:
-        """Length of the interval that contains the privacy loss."""
+        """Length of the interval that contains the privacy loss, possibly infinite."""
 
     @property
     def mu(self) -> float:
@@ -108,7 +108,7 @@ def _failure_delta(epsilon: float, failure: float) -> float:
 def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ, were every draw exact."""
     pure = math.fsum(e.epsilon_range for e in events)
-    candidates = [Total(pure, "pure")] if not steps else []
+    candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
     if delta > 0:
         candidates.append(Total(_rdp_epsilon(events, steps, delta), "rdp"))
         if steps and events:

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
-from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
+from opacus_expm.accountant import ExpMAccountant, NotCopied, PlannedEvent, Purchase, Release
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -45,6 +45,7 @@ from opacus_expm.calibration import (
     allowances,
     calibrate_within,
     check_request,
+    cost_whatever_the_bounds,
     default_regularization,
 )
 from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
@@ -65,7 +66,7 @@ P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
-class ExpMQuadEngine:
+class ExpMQuadEngine(NotCopied):
     """Private fine-tuning in one draw; parallels ``opacus.PrivacyEngine``.
 
     Args:
@@ -73,7 +74,8 @@ class ExpMQuadEngine:
             trained on the same data); a new one by default.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
             (see ``opacus_expm.secure``).
-        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched.
+        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
+            the ledger: declare it when the ledger begins, and leave it out to go on with one.
         ledger_path: append-only file in which every charge is on disk before its draw.
         distributed: share the work among the ranks of ``torch.distributed``. None does so where a process group of several
             ranks is initialised, as under ``torchrun``: every rank then makes the same calls with a loader over the whole
@@ -902,10 +904,12 @@ class ExpMQuadEngine:
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
         _check_denoise(denoise, sums.max_curvature)
+        epsilon_range, mu = calibrated.epsilon_range, calibrated.mu
+        if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
+            epsilon_range, mu = cost_whatever_the_bounds(allowance, calibrated.method, adjacency)
         release = Release(
-            epsilon_range=calibrated.epsilon_range,
-            # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
-            mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
+            epsilon_range=epsilon_range,
+            mu=mu,
             adjacency=adjacency,
             epsilon=float(epsilon),
             delta=float(delta),
@@ -1021,11 +1025,14 @@ class ExpMQuadEngine:
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
         """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
 
+        The saved ledger has to begin with what this engine's ledger holds, so that no charge is forgotten: load it with a
+        new engine, or with the one that saved it if nothing was charged since.
+
         Returns:
             The user's own entries.
 
         Raises:
-            ValueError: the file is no such checkpoint; module and ledger are unchanged.
+            ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -1166,13 +1173,9 @@ class ExpMQuadEngine:
         failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
         draws = []
         for way in ways:
-            if calibration == "paper":  # whose ΔU is at least the width under add/remove, half of it under replace-one
-                records = 2 if adjacency == "replace_one" else 1
-                draws.append(PlannedEvent(records * way.epsilon / 2, math.inf, failure))
-            elif calibration != "gaussian":
-                draws.append(PlannedEvent(way.epsilon_range, math.inf, failure))
-            if calibration in ("auto", "gaussian") and way.mu > 0 and ridge:
-                draws.append(PlannedEvent(math.inf, way.mu, failure))
+            for method in ("range", "gaussian") if calibration == "auto" else (calibration,):
+                if method != "gaussian" or (way.mu > 0 and ridge):
+                    draws.append(PlannedEvent(*cost_whatever_the_bounds(way, method, adjacency), failure))
         return [[*map(PlannedEvent, prices.values()), *[draw] * rounds] for draw in draws]
 
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:

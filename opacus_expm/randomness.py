@@ -46,7 +46,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -80,14 +80,18 @@ class Generators:
         return cls(tuple({id(g): g for g in (*everywhere, *_held_by(holders))}.values()))
 
     @contextmanager
-    def refreshed(self) -> Iterator[None]:
-        """Fresh randomness inside; afterwards, also after an error or an interrupt, every state is what it was."""
+    def refreshed(self, entropy: Entropy = os.urandom) -> Iterator[None]:
+        """Other randomness inside; afterwards, also after an error or an interrupt, every state is what it was."""
         before = self.states()
         try:
-            self.reseed()
+            self.reseed(entropy)
             yield
         finally:
             _set_states(self.found, before)
+
+    def repeated(self, seed: int = 0) -> AbstractContextManager[None]:
+        """The same randomness at every entry, for comparing two runs on synthetic records."""
+        return self.refreshed(random.Random(seed).randbytes)
 
     def states(self) -> list[Any]:
         """All that decides what comes next."""

@@ -27,6 +27,7 @@ from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, Soft
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
+from opacus_expm.independence import State
 from opacus_expm.model import (
     Layout,
     check_module,
@@ -53,7 +54,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
-from opacus_expm.views import EachView, Views, with_own_views
+from opacus_expm.views import EachView, Views, check_each_alone, with_own_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -570,6 +571,8 @@ class Workbench:
         if self._ready is None:
             example = take(first[0], slice(0, 1))
             loss = make_criterion(self._criterion, first[1])
+            if self._views is not None:
+                check_each_alone(self._views, example)
             source = _row_source(self._working, self._layout, self._subspace, example, self._mode)
             self._ready = (source if self._views is None else EachView(source), loss)
         whole: Batches = itertools.chain([first], stream)
@@ -624,15 +627,23 @@ def nominal_size_of(loader: DataLoader[Any], nominal_size: int | None) -> int:
 def _row_source(
     module: nn.Module, layout: Layout, projection: Projection, example: Any, grad_sample_mode: str | None
 ) -> RowSource:
-    """Hooks where they can serve, else functorch; a fallback is said."""
+    """Hooks where they can serve, else functorch; a fallback is said, and so is state that is put back."""
+    state = State(module, example)
+    if state.changed:
+        warnings.warn(
+            f"model changes {', '.join(state.changed)} in its forward pass, also in evaluation mode; this is put back "
+            "before every piece of the pass, so that no record sees another one's traces",
+            UserWarning,
+            stacklevel=2,
+        )
     if grad_sample_mode == "functorch":
-        return functional_for(module, layout, projection, example)
+        return functional_for(module, layout, projection, example, restore=state.restore)
     try:
         if draws_at_random(module, example):
             raise HooksCannotServe("the model draws random numbers, and every record needs numbers of its own")
-        return hooks_for(module, layout, projection, example)
+        return hooks_for(module, layout, projection, example, restore=state.restore)
     except HooksCannotServe as reason:
         if grad_sample_mode == "hooks":
             raise ValueError(f"grad_sample_mode='hooks' cannot serve this model: {reason}; use 'functorch'") from reason
         warnings.warn(f"using grad_sample_mode='functorch', because {reason}", UserWarning, stacklevel=2)
-        return functional_for(module, layout, projection, example)
+        return functional_for(module, layout, projection, example, restore=state.restore)

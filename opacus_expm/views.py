@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from opacus_expm.independence import DependentRecords, check_mixing, may_branch
 from opacus_expm.model import take
 from opacus_expm.randomness import Generators
 from opacus_expm.sums import RowSource
@@ -76,6 +77,31 @@ def with_own_views(views: Views, generators: Generators, inputs: Any, targets: T
         raise ValueError("views must give tensors of one shape for every record, got several; resize them to one")
     joined = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *alone)
     return joined, together[1]
+
+
+def check_each_alone(views: Views, example: Any) -> None:
+    """Raise unless the views of a record are made from that record alone (see ``independence``).
+
+    Args:
+        views: the user's function.
+        example: inputs of one record, with a batch dimension of one; shapes and types are all that is used.
+
+    Raises:
+        ValueError: records see each other, or ``views`` gave something else than views. The message holds no values.
+    """
+
+    def run(inputs: Any) -> list[Tensor]:
+        count = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
+        seen = with_views(views, inputs, torch.zeros(count))[0]
+        return [leaf for leaf in pytree.tree_leaves(seen) if isinstance(leaf, Tensor)]
+
+    try:
+        check_mixing(run, example, branches=may_branch(run, example))
+    except DependentRecords as error:
+        raise ValueError(
+            f"views must treat every record alone, and do not: {error}; make each view from the record itself and from "
+            "random numbers"
+        ) from error
 
 
 def pixel_shifts(images: Tensor) -> list[Tensor]:

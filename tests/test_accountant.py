@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
 import pickle
+import threading
 import warnings
 
 import opacus
@@ -32,6 +34,7 @@ from opacus_expm import (
 )
 from opacus_expm.accountant import PlannedEvent
 from opacus_expm.calibration import calibrate
+from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import Sensitivity
 
 FACTS = {
@@ -71,7 +74,7 @@ def held(accountant):
 # --- One release -----------------------------------------------------------------------------------------------------
 
 BAD = {
-    "epsilon_range": [0.0, -1.0, math.nan, math.inf, True, "1", None, 1j, 10**400],
+    "epsilon_range": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
     "mu": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
     "adjacency": ["bounded", "", None, 3],
     "failure_probability": [-1e-9, 1.0, math.nan, "0", None, False],
@@ -84,6 +87,13 @@ BAD = {
 def test_a_release_has_a_cost(field, value):
     with pytest.raises((TypeError, ValueError), match=field):
         Release(**(FACTS | {field: value}))
+
+
+def test_one_of_the_two_costs_is_finite():
+    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
+        Release(**FACTS | {"epsilon_range": math.inf, "mu": math.inf})
+    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
+        Release.from_dict(FACTS | {"epsilon_range": None, "mu": None})
 
 
 IMPOSSIBLE = {
@@ -118,20 +128,25 @@ def test_a_release_is_immutable():
         release().epsilon_range = 0.1
 
 
+COSTS = st.one_of(st.just(math.inf), st.floats(1e-9, 1e9))
+
+
 @given(
-    st.floats(1e-9, 1e9),
-    st.one_of(st.just(math.inf), st.floats(1e-9, 1e9)),
+    st.tuples(COSTS, COSTS).filter(lambda costs: min(costs) < math.inf),
     st.sampled_from(["add_remove", "replace_one"]),
     st.floats(0, 0.99),
     st.one_of(st.none(), st.integers(0, 2**63)),
 )
-def test_dictionaries_round_trip(epsilon_range, mu, adjacency, failure, seed):
-    there = release(epsilon_range, mu=mu, adjacency=adjacency, failure_probability=failure, seed=seed)
+def test_dictionaries_round_trip(costs, adjacency, failure, seed):
+    epsilon_range, mu = costs
+    changes = {"epsilon_range": epsilon_range, "mu": mu, "adjacency": adjacency, "seed": seed}
+    there = release(**changes, failure_probability=failure)
     facts = there.to_dict()
     assert set(facts) == {f.name for f in dataclasses.fields(Release)} == set(FACTS)
     assert Release.from_dict(facts) == there
     assert Release.from_dict(json.loads(json.dumps(facts, allow_nan=False))) == there
     assert (facts["mu"] is None) == math.isinf(mu)
+    assert (facts["epsilon_range"] is None) == math.isinf(epsilon_range)
 
 
 @pytest.mark.parametrize("field", FACTS)
@@ -216,6 +231,34 @@ def test_equal_steps_are_merged_and_unequal_ones_kept():
 def test_delta_is_checked(delta):
     with pytest.raises((TypeError, ValueError), match="delta"):
         ExpMAccountant().get_epsilon(delta)
+
+
+def test_a_range_that_is_not_known_counts_as_infinite(tmp_path):
+    """Drawn by μ with bought bounds: no pure ε is stated, by the ledger, its file or what was saved of it."""
+    accountant = ExpMAccountant(ledger_path=tmp_path / "ledger.jsonl")
+    accountant.record(release(0.05))
+    assert accountant.get_epsilon() == 0.05
+    accountant.record(release(epsilon_range=math.inf, mu=0.25, delta=1e-5))
+    loaded = ExpMAccountant()
+    loaded.load_state_dict(json.loads(json.dumps(accountant.state_dict(), allow_nan=False)))
+    for ledger in (accountant, loaded, ExpMAccountant(ledger_path=tmp_path / "ledger.jsonl")):
+        assert ledger.get_epsilon(0.0, return_method=True) == (math.inf, "no bound at this delta")
+        mu = math.hypot(0.25, curves.bounded_range_mu(0.05))
+        basic = 0.05 + curves.gaussian_epsilon(0.25, 1e-5)
+        assert 0.9 * basic < ledger.get_epsilon(1e-5) <= min(basic, curves.gaussian_epsilon(mu, 1e-5))
+
+
+def test_a_budget_counts_with_an_infinite_range():
+    pure, approximate = ExpMAccountant(budget=(50.0, 0.0)), ExpMAccountant(budget=(1.0, 1e-5))
+    drawn = release(epsilon_range=math.inf, mu=0.1, delta=1e-5)
+    with pytest.raises(BudgetExceeded):
+        pure.record(drawn)
+    assert pure.remaining() == 50.0
+    approximate.record(drawn)
+    left = approximate.remaining()
+    assert 0 < left < 1.0
+    approximate.record(release(left))
+    assert approximate.get_epsilon(1e-5) <= 1.0
 
 
 def test_the_method_is_told_on_request():
@@ -323,8 +366,9 @@ def busy():
 
 def test_states_round_trip(busy):
     state = busy.state_dict()
-    assert set(state) == {"history", "mechanism", "releases"}
+    assert set(state) == {"history", "mechanism", "releases", "budget"}
     assert state["mechanism"] == "expm"
+    assert state["budget"] is None
     there = ExpMAccountant()
     there.load_state_dict(state)
     assert held(there) == held(busy)
@@ -349,14 +393,78 @@ def test_states_are_copies(busy):
 def test_states_fill_what_is_given(busy):
     destination = {"mine": 1}
     assert busy.state_dict(destination) is destination
-    assert set(destination) == {"mine", "history", "mechanism", "releases"}
+    assert set(destination) == {"mine", "history", "mechanism", "releases", "budget"}
 
 
-def test_loading_replaces(busy):
+def test_loading_goes_on_with_what_is_there(busy):
+    """Into an empty ledger, an earlier state of the same one, or the very same."""
+    early = busy.state_dict()
+    busy.step(noise_multiplier=1.0, sample_rate=0.1)
+    middle = busy.state_dict()
+    busy.step(noise_multiplier=2.0, sample_rate=0.1)
+    busy.record(release(7.0))
+    late = busy.state_dict()
+    for states in ([late], [early, late], [early, middle, late, late]):
+        there = ExpMAccountant()
+        for state in states:
+            there.load_state_dict(state)
+        assert held(there) == held(busy)
+    # Runs of one kind may be told in several.
     there = ExpMAccountant()
-    there.record(release(7.0))
-    there.load_state_dict(busy.state_dict())
-    assert held(there) == held(busy)
+    there.load_state_dict(early)
+    there.load_state_dict(late | {"history": [(1.0, 0.1, 2), (1.0, 0.1, 2), (2.0, 0.1, 1)]})
+    assert len(there) == len(busy)
+
+
+def _without(state, key, count):
+    return state | {key: state[key][:count]}
+
+
+LOSSES = {
+    "nothing": lambda state: state | {"releases": [], "history": []},
+    "no releases": lambda state: _without(state, "releases", 0),
+    "one release less": lambda state: _without(state, "releases", 1),
+    "another release": lambda state: state | {"releases": [state["releases"][0], release(9.0).to_dict()]},
+    "another order": lambda state: state | {"releases": state["releases"][::-1]},
+    "no steps": lambda state: _without(state, "history", 0),
+    "one step less": lambda state: state | {"history": [(1.0, 0.1, 2)]},
+    "quieter steps": lambda state: state | {"history": [(2.0, 0.1, 3)]},
+    "steps of two kinds": lambda state: state | {"history": [(1.0, 0.1, 2), (9.0, 0.1, 1)]},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loading_never_makes_charges_disappear(busy, loss):
+    """However much the saved ledger holds besides."""
+    before, lost = held(busy), LOSSES[loss](dict(busy.state_dict()))
+    more = {"releases": [*lost["releases"], release(7.0).to_dict()], "history": [*lost["history"], (9.0, 0.1, 5)]}
+    for saved in (lost, lost | more):
+        with pytest.raises(
+            ValueError, match=r"make spent budget disappear\. Load it with a new engine or accountant; or"
+        ):
+            busy.load_state_dict(saved)
+        assert held(busy) == before
+
+
+def test_a_checkpoint_does_not_give_a_budget_back(tmp_path):
+    """Neither an early checkpoint after a later release, nor one of another engine; the module stays as it is."""
+    path, engine, model = tmp_path / "model.pt", ExpMQuadEngine(budget=(1.0, 0.0)), make_model()
+    engine.save_checkpoint(path=path, module=model)
+    private = engine.make_private_expm(model, make_loader(), 1.0, 0.5, 4, **GOOD)
+    before = flat(private)
+    other = ExpMQuadEngine()
+    other.accountant.record(release(0.5))
+    for saved in (engine, other):
+        if saved is other:
+            saved.save_checkpoint(path=path, module=model)
+        with pytest.raises(ValueError, match=r"does not fit this module or ledger: .* make spent budget disappear"):
+            engine.load_checkpoint(path=path, module=private)
+        assert engine.remaining() == 0.0
+        assert torch.equal(flat(private), before)
+    engine.save_checkpoint(path=path, module=private)
+    engine.load_checkpoint(path=path, module=model)
+    assert torch.equal(flat(model), before)
+    assert engine.remaining() == 0.0
 
 
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
@@ -399,8 +507,9 @@ def test_states_that_mix_adjacencies_are_refused(busy):
         with pytest.raises(ValueError, match="replace_one"):
             busy.load_state_dict(mixed)
         assert held(busy) == before
-    busy.load_state_dict({**GOOD_STATE, "history": [], "releases": [replaced]})
-    assert [r.adjacency for r in busy.releases] == ["replace_one"]
+    empty = ExpMAccountant()
+    empty.load_state_dict({**GOOD_STATE, "history": [], "releases": [replaced]})
+    assert [r.adjacency for r in empty.releases] == ["replace_one"]
 
 
 JUNK = st.recursive(
@@ -451,15 +560,13 @@ PLACES = list(places(GOOD_STATE))
 def test_malformed_states_are_refused_and_change_nothing(path, junk):
     """Junk anywhere in a state: a ValueError and the old ledger, or, if the junk happens to be possible, a sound one."""
     accountant = ExpMAccountant()
-    accountant.record(release(0.125))
-    accountant.step(noise_multiplier=4.0, sample_rate=0.25)
     before = held(accountant)
     try:
         accountant.load_state_dict(replaced(GOOD_STATE, path, junk))
     except ValueError:
         assert held(accountant) == before
         return
-    assert all(isinstance(r, Release) and 0 < r.epsilon_range < math.inf and r.mu > 0 for r in accountant.releases)
+    assert all(isinstance(r, Release) and 0 < min(r.epsilon_range, r.mu) < math.inf for r in accountant.releases)
     assert all(s > 0 and 0 < q <= 1 and n >= 1 and type(n) is int for s, q, n in accountant.history)
     again = ExpMAccountant()
     again.load_state_dict(accountant.state_dict())
@@ -468,9 +575,9 @@ def test_malformed_states_are_refused_and_change_nothing(path, junk):
 
 @pytest.mark.parametrize("path", PLACES, ids=lambda path: "/".join(map(str, path)) or "all")
 def test_a_hole_anywhere_in_a_state_is_refused(path):
-    """Nothing, where something was; only a μ (there is none) and a seed (nothing random) may be absent."""
+    """Nothing, where something was; only a μ or a range beside the other, and a seed (nothing random) may be absent."""
     accountant = ExpMAccountant()
-    if path and path[-1] in ("mu", "seed"):
+    if path and (path[-1] in ("mu", "seed") or path == ("releases", 1, "epsilon_range")):
         accountant.load_state_dict(replaced(GOOD_STATE, path, None))
         assert len(accountant.releases) == 2
         return
@@ -536,6 +643,205 @@ def test_steps_have_no_pure_budget():
     with pytest.raises(BudgetExceeded):
         accountant.step(noise_multiplier=100.0, sample_rate=0.01)
     assert len(accountant) == 0
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["release", "step"])
+def test_two_threads_do_not_both_get_the_last_of_a_budget(tmp_path, monkeypatch, where, kind):
+    """The first waits inside its judgement for the second; were there no lock, both would find room."""
+    path = None if where == "memory" else tmp_path / "ledger.jsonl"
+    accountant, together, refused = ExpMAccountant(budget=(1.0, 1e-5), ledger_path=path), threading.Barrier(2), []
+    admits = composition.Filter.admits
+    noise = next(float(s) for s in range(1, 99) if accountant.budget.admits([], [(float(s), 1.0, 1)]))
+    assert not accountant.budget.admits([], [(noise, 1.0, 2)])
+
+    def slow(self, *arguments):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        return admits(self, *arguments)
+
+    def charge():
+        try:
+            if kind == "release":
+                accountant.record(release(0.6))
+            else:
+                accountant.step(noise_multiplier=noise, sample_rate=1.0)
+        except BudgetExceeded:
+            refused.append(kind)
+
+    monkeypatch.setattr(composition.Filter, "admits", slow)
+    monkeypatch.setattr(composition.Filter, "admits_plan", lambda self, *a: slow(self, [*a[0], *a[2]], a[1]))
+    monkeypatch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message, sixty judgements more
+    threads = [threading.Thread(target=charge) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1
+    assert accountant.get_epsilon(1e-5) <= 1.0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_forked_process_has_no_budget_of_its_own(tmp_path, where):
+    path = None if where == "memory" else tmp_path / "ledger.jsonl"
+    accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    child = os.fork()
+    if child == 0:
+        refusals = 0
+        for call in (
+            lambda: accountant.record(release(1.0)),
+            lambda: accountant.step(noise_multiplier=9.0, sample_rate=0.1),
+            accountant.remaining,
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                refusals += "belongs to the process that made it" in str(error)
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    accountant.record(release(1.0))
+    assert accountant.remaining() == 0.0
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())]
+)
+@pytest.mark.parametrize("make", [ExpMAccountant, ExpMQuadEngine])
+def test_a_budget_is_not_duplicated(make, duplicate):
+    with pytest.raises(
+        TypeError, match=rf"{make.__name__} is neither copied nor pickled.* second budget.*ledger_path="
+    ):
+        duplicate(make(budget=(1.0, 0.0)))
+
+
+# --- A budget belongs to its ledger ----------------------------------------------------------------------------------
+
+LATE = r"declared for a ledger that holds 1 charges already\. They count against it, but it covers them only if"
+
+
+def test_a_budget_cannot_be_changed():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    with pytest.raises(AttributeError):
+        accountant.budget = composition.Filter(9.0, 0.0)
+    assert accountant.budget == composition.Filter(1.0, 0.0)
+
+
+def test_a_budget_is_written_into_its_file(tmp_path):
+    """Whoever opens the file keeps it, also if they did not name it."""
+    path = tmp_path / "ledger.jsonl"
+    first = ExpMAccountant(budget=(1.0, 1e-6), ledger_path=path)
+    kinds = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kinds[1]["budget"] == {"epsilon": 1.0, "delta": 1e-6}  # right after the header, before any charge
+    first.record(release(0.75))
+    content = path.read_bytes()
+    for again in (ExpMAccountant(ledger_path=path), ExpMAccountant(ledger_path=path, budget=(1.0, 1e-6))):
+        assert again.budget == first.budget
+        assert again.remaining() == first.remaining()
+        with pytest.raises(BudgetExceeded):
+            again.record(release(0.5))
+    assert path.read_bytes() == content  # declared once
+
+
+@pytest.mark.parametrize("other", [(2.0, 1e-6), (0.5, 1e-6), (1.0, 1e-5), (1.0, 0.0)])
+def test_another_budget_is_refused(tmp_path, other):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(1.0, 1e-6), ledger_path=path)
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=r"is not the ledger's, which is \(1, 1e-06\): .* Leave budget out"):
+        ExpMAccountant(budget=other, ledger_path=path)
+    with pytest.raises(ValueError, match="is not the ledger's"):
+        ExpMQuadEngine(budget=other, ledger_path=path)
+    assert path.read_bytes() == content
+
+
+def test_a_budget_that_another_process_declares_is_kept_by_all(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    before = ExpMAccountant(ledger_path=path)
+    assert before.remaining() == math.inf
+    ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    with pytest.raises(BudgetExceeded):
+        before.record(release(1.5))
+    before.record(release(0.5))
+    assert before.remaining() == 0.5
+
+
+def test_a_late_budget_counts_what_was_charged_and_says_what_it_covers(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(ledger_path=path).record(release(0.75))
+    with pytest.warns(UserWarning, match=LATE) as said:
+        accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    assert said[0].filename == __file__
+    assert accountant.remaining() == 0.25
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert ["budget" in entry for entry in entries] == [False, False, True]  # the file tells what came before
+    # It is declared by then: no second word.
+    assert ExpMAccountant(ledger_path=path, budget=(1.0, 0.0)).remaining() == 0.25
+    # A warning that is made an error leaves the file as it was.
+    ExpMAccountant(ledger_path=tmp_path / "other").record(release(0.75))
+    content = (tmp_path / "other").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="already"):
+            ExpMAccountant(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"budget": {"epsilon": 1.0, "delta": 0.0}},  # a second one
+        {"budget": {"epsilon": 0.0, "delta": 0.0}},
+        {"budget": {"epsilon": "1", "delta": 0.0}},
+        {"budget": {"epsilon": 1.0}},
+        {"budget": [1.0, 0.0]},
+        {"budget": None},
+    ],
+)
+def test_a_budget_that_nobody_declared_is_refused(tmp_path, entry):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(1.0, 0.0), ledger_path=path)
+    LedgerFile(path).append(entry)
+    with pytest.raises(LedgerError, match="holds an entry that is no charge or budget"):
+        ExpMAccountant(ledger_path=path)
+    state = ExpMAccountant().state_dict() | entry
+    if entry["budget"] not in (None, {"epsilon": 1.0, "delta": 0.0}):
+        with pytest.raises(ValueError, match="budget"):
+            ExpMAccountant().load_state_dict(state)
+
+
+def test_budgets_are_saved_and_loaded(tmp_path):
+    """A checkpoint carries the budget; what is loaded may leave less of a budget than there was, never more."""
+    engine, path = ExpMQuadEngine(budget=(1.0, 0.0)), tmp_path / "model.pt"
+    private = engine.make_private_expm(make_model(), make_loader(), 0.75, 0.5, 4, **GOOD)
+    engine.save_checkpoint(path=path, module=private)
+    for there in (ExpMQuadEngine(), ExpMQuadEngine(budget=(1.0, 0.0))):
+        there.load_checkpoint(path=path, module=make_model())
+        assert there.remaining() == 0.25
+        with pytest.raises(BudgetExceeded):
+            there.make_private_expm(make_model(), make_loader(), 0.5, 0.5, 4, **GOOD)
+    for other in ((9.0, 0.0), (0.5, 0.0)):
+        there, module = ExpMQuadEngine(budget=other), make_model()
+        with pytest.raises(ValueError, match="is not the ledger's"):
+            there.load_checkpoint(path=path, module=module)
+        assert len(there.accountant) == 0
+        assert torch.equal(flat(module), flat(make_model()))
+
+
+def test_a_ledger_saved_without_a_budget_counts_against_one():
+    free = ExpMAccountant()
+    free.record(release(0.75))
+    state = free.state_dict()
+    old = {key: value for key, value in state.items() if key != "budget"}  # as earlier versions saved it
+    for saved, budget, remains in ((state, 1.0, 0.25), (old, 1.0, 0.25), (state, 0.5, 0.0)):
+        there = ExpMAccountant(budget=(budget, 0.0))
+        with pytest.warns(UserWarning, match=LATE):
+            there.load_state_dict(saved)
+        assert there.remaining() == remains
+        there.load_state_dict(there.state_dict())
+        there.load_state_dict(saved)  # nothing new, and nothing to say
+        assert there.budget == composition.Filter(budget, 0.0)
 
 
 SPENT = st.lists(st.tuples(st.floats(0.01, 0.5), st.one_of(st.just(math.inf), st.floats(0.02, 0.5))), max_size=12)
@@ -885,7 +1191,9 @@ def test_a_budget_is_not_kept_without_a_guarantee(tmp_path):
     with accountant.planned([[PlannedEvent(0.5)]], 0.5, 0.0), pytest.raises(NoGuarantee):
         accountant.record(release(0.5, bounds="paper"))
     assert len(accountant) == 0
-    ExpMAccountant(ledger_path=tmp_path / "ledger").record(release(0.5, bounds="paper"))
+    ExpMAccountant(ledger_path=tmp_path / "other").record(release(0.5, bounds="paper"))
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        accountant = ExpMAccountant(budget=(5.0, DELTA), ledger_path=tmp_path / "other")
     for refused in (accountant.record, accountant.check):
         with pytest.raises(NoGuarantee):
             refused(release(0.5))
@@ -1056,9 +1364,8 @@ def path(tmp_path):
 
 
 def refused(path, match=None):
-    """Loading fails with a ValueError, and neither the module nor the ledger has changed."""
+    """Loading fails with a ValueError, and neither the module nor the ledger has changed, which is empty and takes any."""
     other, module = ExpMQuadEngine(), make_model()
-    other.accountant.record(release(7.0))
     before, ledger = flat(module), held(other.accountant)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about protocols
@@ -1088,7 +1395,7 @@ def test_checkpoints_hold_no_statistics(engine, path):
         k: v.shape for k, v in make_model().state_dict().items()
     }
     ledger = content["privacy_accountant_state_dict"]
-    assert set(ledger) == {"history", "mechanism", "releases"}
+    assert set(ledger) == {"history", "mechanism", "releases", "budget"}
     assert [set(facts) for facts in ledger["releases"]] == [set(FACTS)]
     assert all(value is None or isinstance(value, int | float | str) for value in ledger["releases"][0].values())
 

@@ -25,6 +25,8 @@ from opacus_expm.bounds import (
     score_width,
     warn_if_unreliable,
 )
+from opacus_expm.calibration import allowances, calibrate_within, cost_whatever_the_bounds
+from opacus_expm.sums import Sensitivity
 
 
 class Fixed:
@@ -210,6 +212,48 @@ def test_only_what_is_missing_is_bought(missing):
     assert draw.epsilon == 1.0  # what was asked for; what is left of it is spent on the draw
     assert draw.epsilon_range == pytest.approx(1.0 - purchase.epsilon_range, rel=1e-15)
     assert draw.bounds == "bought"
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("calibration", ["range", "gaussian", "paper"])
+def test_charges_do_not_depend_on_what_was_bought(calibration, adjacency, rounds):
+    """A cost that followed from the bound that happened to come out would bound nothing where another one comes out."""
+    model, dataset = _task()
+    delta = 0.0 if calibration == "paper" else 1e-5
+    bought, charged, pure = set(), set(), set()
+    for seed in range(4):
+        engine = ExpMQuadEngine()
+        engine.make_private_expm(
+            *(model, _loader(dataset), 1.0, 0.3, 5),
+            delta=delta,
+            rounds=rounds,
+            calibration=calibration,
+            adjacency=adjacency,
+            regularization=1.0,
+            criterion=nn.MSELoss(),
+            noise_generator=np.random.default_rng(seed),
+        )
+        draws = [event for event in engine.accountant.releases if isinstance(event, Release)]
+        bought |= {(draw.max_grad_norm, draw.max_curvature) for draw in draws}
+        charged |= {(draw.epsilon_range, draw.mu) for draw in draws}
+        pure.add(engine.get_epsilon(0.0))
+        assert engine.get_epsilon(delta) <= 1.0
+    assert len(bought) > 1
+    assert len(charged) == len(pure) == 1
+    assert math.isinf(pure.pop()) == (calibration == "gaussian")
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.floats(1e-3, 1e3))
+def test_the_papers_calibration_costs_no_more_than_is_planned_whatever_the_bounds(adjacency, c_g, c_h, radius):
+    (allowance,) = allowances(1.0, 0.0)
+    sensitivity = Sensitivity(c_g, c_h, False, adjacency)
+    settings = {"radius": radius, "regularization": 1.0, "nominal_size": 10, "calibration": "paper"}
+    most, _ = cost_whatever_the_bounds(allowance, "paper", adjacency)
+    assert calibrate_within(allowance, sensitivity, **settings).epsilon_range <= most * (1 + 1e-12)
+    if c_h == 0:  # reached
+        assert calibrate_within(allowance, sensitivity, **settings).epsilon_range == pytest.approx(most)
 
 
 def test_gradient_only_needs_one_bound():
@@ -481,7 +525,7 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
             call()
     assert len(engine.accountant) == 0
     # Statistics of an engine without a budget cannot be released by one that has a budget either.
-    other = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    other = ExpMQuadEngine(ledger_path=tmp_path / "other")
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         statistics = other.gather(model, _loader(dataset), 4, **options)
     with pytest.raises(NoGuarantee):
@@ -489,6 +533,8 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
     assert len(engine.accountant) == 0
     # And once such a release is in the ledger, no budget can be kept.
     other.release(statistics, 0.5, 0.3)
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
     given = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
     with pytest.raises(NoGuarantee):
         engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **given)

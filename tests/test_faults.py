@@ -214,7 +214,8 @@ def check_fault(call, options, fault, directory, draws, expected, error=Keyboard
     assert global_state() == around
     assert engine.accountant._plan is None
     assert not engine.accountant._file._lock.is_locked
-    charged = [Purchase if "bound" in e["release"] else Release for e in LedgerFile(path).entries()]
+    entries = [entry["release"] for entry in LedgerFile(path).entries() if "release" in entry]
+    charged = [Purchase if "bound" in facts else Release for facts in entries]
     assert draws.count <= len(charged) <= draws.count + 1
     engine.get_epsilon()  # reads the file
     assert [type(e) for e in engine.accountant.releases] == charged

@@ -8,6 +8,7 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -197,6 +198,16 @@ def bought_bounds_are_in_the_ledger():
     assert private.get_epsilon(0.0) == pytest.approx(20.0, rel=1e-9)
 
 
+def no_pure_epsilon_by_mu_with_bought_bounds():
+    """c·W is a function of what was bought: with another bound it is another number."""
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    private = ExpMQuadEngine()
+    arguments = {**LINE, "max_grad_norm": None, "epsilon": 5.0, "delta": 1e-5, "regularization": 1.0}
+    private.make_private_expm(model, loader, calibration="gaussian", **arguments)
+    assert private.get_epsilon(1e-5) <= 5.0
+    assert private.get_epsilon(0.0) == math.inf
+
+
 def law_of_bought_bounds():
     """How often each grid point is chosen, on two data sets: the ratio may be e^ε at the most."""
     norms = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -302,6 +313,46 @@ def the_widest_batch_decides():
     for count in (2, 1):
         adder.add(sums._finite_only(rows[:1], rows[None, :count], parallel=count == 1))
     assert not adder.result().parallel
+
+
+class _Doing(nn.Module):
+    """A linear model that does something to its batch first."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.line, self.first = nn.Linear(1, 1, bias=False).double(), first
+        nn.init.zeros_(self.line.weight)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.line(self.first(self, x))
+
+
+def _audit_of_a_model_that(first, record):
+    """A hundred records at one, and one more that comes first and does something to the others."""
+    model = _Doing(first)
+    x, y = torch.ones(101, 1, dtype=torch.float64), torch.ones(101, 1, dtype=torch.float64)
+    x[0] = record
+    loader, neighbour = (DataLoader(TensorDataset(x[i:], y[i:]), batch_size=128) for i in (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that records run alone, or that state is put back
+        _holds(model, loader, neighbour, LINE)
+
+
+def audit_of_a_model_that_mixes_records():
+    _audit_of_a_model_that(lambda _, x: x - 1e-2 * x.sum(0), -1e6)
+
+
+def audit_of_a_model_that_branches():
+    _audit_of_a_model_that(lambda _, x: -x if (x == 3.14).any() else x, 3.14)
+
+
+def audit_of_a_model_with_a_memory():
+    def first(model, x):
+        model.seen += (x.detach() > 10).sum()
+        return x * torch.where(model.seen > 0, -1.0, 1.0)
+
+    _audit_of_a_model_that(first, 1e3)
 
 
 # --- defects -------------------------------------------------------------------------------------------------------------
@@ -476,6 +527,22 @@ def _half_a_charge(patch):
     patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
 
 
+def _range_from_bought_bounds(patch):
+    original = engine.ExpMQuadEngine._calibrate
+    found = []
+
+    def calibrate(*args, **kwargs):
+        found.append(original(*args, **kwargs))
+        return found[-1]
+
+    def cost(allowance, method, adjacency):
+        return found[-1].epsilon_range, found[-1].mu
+
+    patch.setattr(ExpMQuadEngine, "_calibrate", calibrate)
+    patch.setattr(ExpMQuadEngine, "_plans", lambda *_: [])
+    patch.setattr(engine, "cost_whatever_the_bounds", cost)
+
+
 def _free_purchases(patch):
     original = ExpMAccountant.record
 
@@ -510,7 +577,7 @@ def _error_for_a_record(patch):
 
 
 def _seeded_records(patch):
-    patch.setattr(Generators, "refreshed", lambda self: contextlib.nullcontext())
+    patch.setattr(Generators, "refreshed", lambda self, *_: contextlib.nullcontext())
 
 
 def _seeded_workers(patch):
@@ -530,6 +597,19 @@ def _shared_draws(patch):
 
 def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
+
+
+def _no_look_at_mixing(patch):
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+
+
+def _no_look_at_branches(patch):
+    patch.setattr(grad_sample, "may_branch", lambda *_: False)
+
+
+def _nothing_put_back(patch):
+    patch.setattr(statistics, "State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
 
 
 DEFECTS = (
@@ -558,9 +638,17 @@ DEFECTS = (
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
     Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),
+    Defect(
+        "a range that follows from bought bounds is charged",
+        _range_from_bought_bounds,
+        no_pure_epsilon_by_mu_with_bought_bounds,
+    ),
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+    Defect("records that see each other", _no_look_at_mixing, audit_of_a_model_that_mixes_records),
+    Defect("a branch on the values of a batch", _no_look_at_branches, audit_of_a_model_that_branches),
+    Defect("state that goes from record to record", _nothing_put_back, audit_of_a_model_with_a_memory),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 

@@ -116,7 +116,7 @@ def test_states_come_back_when_the_entropy_fails(monkeypatch):
     expected = streams(held)
     calls = iter(range(5))
 
-    def failing(self):
+    def failing(self, entropy):
         for generator in self.found:
             if next(calls) == 2:
                 raise NotImplementedError  # as os.urandom does
