@@ -8,12 +8,14 @@ data share one total.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, overload
@@ -24,6 +26,7 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
+from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
 
@@ -139,6 +142,8 @@ class Purchase:
         bound: ``"max_grad_norm"`` or ``"max_curvature"``.
         quantile: which quantile was asked for.
         nominal_size: N.
+        receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
+            were written before there were receipts.
     """
 
     epsilon_range: float
@@ -146,6 +151,7 @@ class Purchase:
     bound: str
     quantile: float
     nominal_size: int
+    receipt: str = ""
 
     mu = math.inf
     failure_probability = 0.0
@@ -157,6 +163,8 @@ class Purchase:
         _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
         _check.fraction("quantile", self.quantile)
         _check.positive_int("nominal_size", self.nominal_size)
+        if not isinstance(self.receipt, str):
+            raise TypeError(f"receipt must be a name, got {self.receipt!r}")
 
     @property
     def epsilon(self) -> float:
@@ -177,7 +185,7 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
     if not isinstance(facts, Mapping) or "bound" not in facts:
         return Release.from_dict(facts)
     names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) != names:
+    if set(facts) | {"receipt"} != names:
         raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
     try:
         return Purchase(**facts)
@@ -229,7 +237,9 @@ class ExpMAccountant(NotCopied, IAccountant):
         self.history: list[Steps] = []
         self.releases: list[Release | Purchase] = []
         self._budget: Filter | None = None
-        self._plan: _Plan | None = None
+        self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
+        # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
+        self._begun: Callable[[], Admission | None] = lambda: None
         declared = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
         with self._exclusive():
@@ -255,8 +265,13 @@ class ExpMAccountant(NotCopied, IAccountant):
                 "budget out to go on with it"
             )
 
-    def record(self, release: Release | Purchase) -> None:
+    def record(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
         """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
+
+        Args:
+            release: what is about to be drawn.
+            admission: the plan that it follows. A charge that does not, or that comes after something else was charged
+                besides, is judged like one without a plan.
 
         Raises:
             TypeError: neither a ``Release`` nor a ``Purchase``.
@@ -269,83 +284,170 @@ class ExpMAccountant(NotCopied, IAccountant):
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_countable(release)
-            planned = self._plan is not None and self._plan.holds(release, self.releases, self.history)
-            if not planned:
-                self._check_budget([[release]], release.epsilon, release.delta)
+            followed, running = self._followed(admission, release), self._running()
+            if followed is None:
+                self._check_room([release], release.epsilon, release.delta)
+            claims = followed is not None and followed.by_total
+            self._claimed = self._claimed or claims  # before the charge: an interrupt must not come in between
             if self._file is not None:
-                self._file.append({"release": release.to_dict()})
+                self._file.append({"release": release.to_dict(), **({"claims_delta": True} if claims else {})})
             self.releases.append(release)
-            if self._plan is not None:
-                self._plan.charged(release)
+            self._keep_up(release, followed, running)
 
-    def note(self, release: Release | Purchase) -> None:
+    def note(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
         """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
-        with self._exclusive():
-            if self._file is None:
-                self.releases.append(release)
+        with self._lock:
+            followed, running = self._followed(admission, release), self._running()
+            with self._exclusive():
+                if self._file is None:
+                    self._claimed = self._claimed or (followed is not None and followed.by_total)
+                    self.releases.append(release)
+                self._keep_up(release, followed, running)
+
+    def _followed(self, admission: Admission | None, release: Release | Purchase) -> Admission | None:
+        """The plan, if the release is the next of its charges."""
+        if admission is None or not admission.follows(release, self.releases, self.history):
+            return None
+        return admission
+
+    def _keep_up(self, release: Release | Purchase, followed: Admission | None, running: Admission | None) -> None:
+        """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
+        if followed is not None:
+            followed.charged(release)
+            if running is None:
+                self._begun = weakref.ref(followed)
+        for plan in (followed, running):
+            if plan is not None:
+                plan.keep_up(self.releases, self.history)
 
     def identity(self) -> str:
         """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
         self._refresh()
         file = None if self._file is None else os.stat(self._file.path).st_ino
-        return repr((self.releases, self.history, self.budget, file))
+        return repr((self.releases, self.history, self.budget, self._claimed, file))
 
-    @contextmanager
-    def planned(self, alternatives: Sequence[Sequence[Event]], epsilon: float, delta: float) -> Iterator[None]:
-        """Several charges fixed in advance, admitted to the budget together or not at all.
+    def admit(
+        self,
+        alternatives: Sequence[Sequence[Event]],
+        epsilon: float,
+        delta: float,
+        *,
+        instead_of: Admission | None = None,
+    ) -> Admission:
+        """Admit several charges that are fixed in advance to the budget, all of them or none.
 
         Args:
-            alternatives: what will be charged is one of these lists, which one being decided by public numbers or by
-                what the first of them bought; every one has to fit the budget.
+            alternatives: what will be charged is one of these lists, and every one has to fit. Which one it is has to be
+                settled by public numbers before the first charge. A list may also be chosen by what the first of the
+                charges bought, if the lists agree up to there, and if one theorem for adaptively chosen mechanisms covers
+                them all: basic composition, where the purchases are pure and every list ends with one draw that is
+                (ε′, δ)-DP; or Gaussian composition, where the n-th charge of every list is μ_n-GDP.
             epsilon: what was asked for, for the message.
             delta: likewise.
+            instead_of: a plan that will be given up for this one, so that it reserves nothing any more.
+
+        Returns:
+            What the charges have to name (``record``) so that they are not judged one by one. From the first of them on,
+            the others are reserved: what is charged besides has to fit beside them. The reservation ends with the last
+            charge, with ``Admission.end`` or ``give_up``, and when nothing refers to the admission any more. It does not
+            outlive the process and is not seen by others: a plan that they disturb has its charges judged one by one.
 
         Raises:
             BudgetExceeded: one of the lists does not fit; nothing was charged.
-
-        Inside the context, charges that follow the plan are not judged one by one. Should another process charge the
-        same ledger in between, they are again.
         """
-        self._refresh()
-        self._check_countable()
-        for plan in alternatives:
-            self._check_budget([plan], epsilon, delta)
-        try:
-            self._plan = _Plan(alternatives, list(self.releases), list(self.history))
-            yield
-        finally:
-            self._plan = None
+        with self._exclusive():
+            self._check_countable()
+            by_total = False
+            for plan in alternatives:
+                if self._room(plan, self.history, but=instead_of):
+                    continue
+                if self.budget is None or len(self) or not self.budget.admits_total(plan):
+                    self._check_room(plan, epsilon, delta, but=instead_of)
+                by_total = True
+            return Admission(alternatives, self.releases, self.history, by_total=by_total)
+
+    def give_up(self) -> None:
+        """Give up the plan that has begun, if there is one: what is left of it is no longer reserved.
+
+        A training loop that is not going to be finished keeps its reservation for as long as its module exists; this ends
+        it. Should the loop go on all the same, its charges are judged one by one.
+        """
+        with self._lock:
+            plan = self._begun()
+            if plan is not None:
+                plan.end()
+
+    def _running(self, but: Admission | None = None) -> Admission | None:
+        """The plan that has begun, is not complete and was not given up, if the ledger is as it left it."""
+        plan = self._begun()
+        if plan is None or plan is but or not plan.rest or not plan.undisturbed(self.releases, self.history):
+            return None
+        return plan
+
+    def _room(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """Whether these events, and the steps up to here, fit the budget beside what a running plan has reserved."""
+        if self.budget is None:
+            return True
+        running = self._running(but)
+        if running is not None and running.by_total:
+            return False
+        admits = self.budget.admits_pure if self._claimed else self.budget.admits
+        rests = [[]] if running is None else running.rest
+        return all(admits([*self.releases, *events, *rest], history) for rest in rests)
 
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_countable(release)
-            self._check_budget([[release]], release.epsilon, release.delta)
+            self._check_room([release], release.epsilon, release.delta)
 
     def _check_countable(self, *more: Release | Purchase) -> None:
         """No budget is kept by a ledger for which no ε can be stated."""
         if self.budget is not None:
             _check_guarantee([*self.releases, *more])
 
-    def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
-        if self.budget is None or any(self.budget.admits_plan(self.releases, self.history, p) for p in plans):
+    def _room_in_the_end(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
+        if self._room(events, history, but=but):
+            return True
+        return self._running(but) is not None and gc.collect() > 0 and self._room(events, history, but=but)
+
+    def _check_room(
+        self, events: Sequence[Event], epsilon: float, delta: float, *, but: Admission | None = None
+    ) -> None:
+        if self.budget is None or self._room_in_the_end(events, self.history, but=but):
             return
+        fits = f"a pure release of at most epsilon={self._remaining():g} still fits{self._besides()}"
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
-            f"delta={self.budget.delta:g}; a pure release of at most epsilon={self._remaining():g} still fits"
+            f"delta={self.budget.delta:g}; {fits}"
         )
+
+    def _besides(self) -> str:
+        """Why less may fit than the ledger's charges let one expect, for the message."""
+        running = self._running()
+        if running is not None:
+            return (
+                f" beside a plan that has begun and has {max(map(len, running.rest))} charges to go: let it come to its "
+                "end, or give it up with accountant.give_up()"
+            )
+        if self._claimed:
+            return ". A plan that needed all of delta has begun: what is charged besides has to be pure"
+        return ""
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
 
-        Rounded down to six significant digits.
+        Rounded down to six significant digits. What a plan that has begun has reserved is not free.
         """
         with self._exclusive():
             self._check_countable()
+            if self._running() is not None:
+                gc.collect()  # a training loop that was abandoned holds on to itself
             return self._remaining()
 
     def _remaining(self) -> float:
@@ -354,12 +456,27 @@ class ExpMAccountant(NotCopied, IAccountant):
         low, high = 0.0, curves.bounded_range_for(self.budget.epsilon, self.budget.delta) * (1 + 1e-9)
         for _ in range(60):
             middle = (low + high) / 2
-            admitted = self.budget.admits([*self.releases, PlannedEvent(middle)], self.history)
+            admitted = self._room([PlannedEvent(middle)], self.history)
             low, high = (middle, high) if admitted else (low, middle)
         if low < 1e-10 * self.budget.epsilon:  # the filter's slack for rounding is not to be spent
             return 0.0
         digits = 10.0 ** (5 - math.floor(math.log10(low)))
         return math.floor(low * digits) / digits
+
+    def check_paid(self, receipts: Set[str]) -> None:
+        """Raise if bounds with these receipts were not all bought from this ledger.
+
+        Raises:
+            ValueError: what was paid elsewhere would be missing in this ledger's total.
+        """
+        with self._exclusive():
+            held = {event.receipt for event in self.releases if isinstance(event, Purchase)}
+        if not receipts <= held:
+            raise ValueError(
+                "the bounds of these statistics were bought, and charged to another ledger: release from them with the "
+                "engine that gathered them, or with one that shares its ledger (accountant= or ledger_path=); or gather "
+                "them again with this engine"
+            )
 
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
@@ -385,15 +502,17 @@ class ExpMAccountant(NotCopied, IAccountant):
         with self._exclusive():
             self._check_adjacency("add_remove")
             self._check_countable()
-            history = _with_step(self.history, noise_multiplier, sample_rate)
-            if self.budget is not None and not self.budget.admits(self.releases, history):
+            history, running = _with_step(self.history, noise_multiplier, sample_rate), self._running()
+            if self.budget is not None and not self._room_in_the_end([], history):
                 raise BudgetExceeded(
                     f"one more DP-SGD step would exceed the budget (epsilon={self.budget.epsilon:g}, "
-                    f"delta={self.budget.delta:g})"
+                    f"delta={self.budget.delta:g}){self._besides()}"
                 )
             if self._file is not None:
                 self._file.append({"step": {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}})
             self.history = history
+            if running is not None:
+                running.keep_up(self.releases, self.history)
 
     @overload
     def get_epsilon(self, delta: float = ..., *, return_method: Literal[False] = ...) -> float: ...
@@ -430,7 +549,9 @@ class ExpMAccountant(NotCopied, IAccountant):
         """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
         state["releases"] = [r.to_dict() for r in self.releases]
-        state["budget"] = None if self._budget is None else dataclasses.asdict(self._budget)
+        state["budget"] = None
+        if self._budget is not None:
+            state["budget"] = {**dataclasses.asdict(self._budget), "claims_delta": self._claimed}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -454,8 +575,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
-        # Ledgers that were saved before they held budgets have none.
-        budget = None if state_dict.get("budget") is None else _budget_from_dict(state_dict["budget"])
+        budget, claimed = _saved_budget(state_dict.get("budget"))
         with self._exclusive():
             self._check_same_budget(budget)
             if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
@@ -466,7 +586,8 @@ class ExpMAccountant(NotCopied, IAccountant):
                 )
             if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
                 _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
-            self.history, self.releases, self._budget = history, releases, budget or self._budget
+            self.history, self.releases = history, releases
+            self._budget, self._claimed = budget or self._budget, claimed or self._claimed
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -500,10 +621,12 @@ class ExpMAccountant(NotCopied, IAccountant):
         releases: list[Release | Purchase] = []
         history: list[Steps] = []
         budget: Filter | None = None
+        claimed = False
         for entry in self._file.entries():
             try:
                 if "release" in entry:
                     releases.append(_event_from_dict(entry["release"]))
+                    claimed = claimed or "claims_delta" in entry
                 elif "budget" in entry:
                     if budget is not None:
                         raise ValueError("a budget is declared once")
@@ -517,46 +640,11 @@ class ExpMAccountant(NotCopied, IAccountant):
             _one_adjacency(releases, history)
         except ValueError as error:
             raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history, self._budget = releases, history, budget
+        self.releases, self.history, self._budget, self._claimed = releases, history, budget, claimed
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps})"
-
-
-@dataclass(frozen=True)
-class PlannedEvent:
-    """What a release that is not yet calibrated may cost."""
-
-    epsilon_range: float
-    mu: float = math.inf
-    failure_probability: float = 0.0
-
-
-class _Plan:
-    """Charges that were fixed in advance, and how far they have come."""
-
-    def __init__(self, alternatives: Sequence[Sequence[Event]], releases: list[Event], history: list[Steps]):
-        self._open = [list(plan) for plan in alternatives]
-        self._expected, self._history = releases, history
-
-    def holds(self, event: Event, releases: Sequence[Event], history: Sequence[Steps]) -> bool:
-        """Whether the ledger is as the plan left it, and the event is the next of one of the lists."""
-        undisturbed = list(releases) == self._expected and list(history) == self._history
-        return undisturbed and any(plan and _within(event, plan[0]) for plan in self._open)
-
-    def charged(self, event: Event) -> None:
-        """Cross the event off."""
-        self._expected.append(event)
-        self._open = [plan[1:] for plan in self._open if plan and _within(event, plan[0])]
-
-
-def _within(event: Event, planned: Event) -> bool:
-    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range."""
-    slack = 1 + 1e-9
-    mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
-    cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack
-    return cheap and event.failure_probability <= planned.failure_probability
 
 
 def _budget(budget: tuple[float, float]) -> Filter:
@@ -578,6 +666,20 @@ def _budget_from_dict(facts: Any) -> Filter:
         return _budget((facts["epsilon"], facts["delta"]))
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+def _saved_budget(facts: Any) -> tuple[Filter | None, bool]:
+    """The budget of a saved ledger, and whether a plan claims its δ. Ledgers that were saved before they held it have none.
+
+    Raises:
+        ValueError: no possible budget.
+    """
+    if facts is None:
+        return None, False
+    claimed = facts.get("claims_delta") if isinstance(facts, Mapping) else None
+    if not isinstance(claimed, bool):
+        raise ValueError("a saved budget has the fields 'epsilon', 'delta' and 'claims_delta', which is true or false")
+    return _budget_from_dict({name: fact for name, fact in facts.items() if name != "claims_delta"}), claimed
 
 
 def _warn_of_a_late_budget(budget: Filter, events: int) -> None:

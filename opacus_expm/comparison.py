@@ -49,10 +49,11 @@ from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 from tqdm.auto import tqdm
 
 from opacus_expm import _check, curves
+from opacus_expm.data import rows_loader
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.journal import Journal, canonical, read_result, write_result
 from opacus_expm.model import check_module, tensor_digest
@@ -175,7 +176,7 @@ def dp_sgd(
     _check.fraction("momentum", momentum)
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
     _check_criterion(criterion)
-    loader = _loader(*_tensors("dataset", dataset), batch_size)
+    loader = rows_loader(*_tensors("dataset", dataset), batch_size)
     steps_per_epoch = len(loader)
     noise_multiplier = _noise_multiplier(epsilon, delta, steps_per_epoch, epochs)
     trained = copy.deepcopy(model).train()
@@ -708,7 +709,7 @@ class _Lab:
         x, y = _tensors("public", task.public)
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_PUBLIC_RECORDS]
         self.engine = ExpMQuadEngine(distributed=False)  # its ledger is not looked at: see the top of the module
-        self.public_loader = _loader(x[some], y[some], _BATCH)
+        self.public_loader = rows_loader(x[some], y[some], _BATCH)
         self.device = next(task.model.parameters()).device
         self._prepared: dict[str, _Cost] = {}
 
@@ -720,7 +721,7 @@ class _Lab:
         if key not in self._prepared:
             options = {**_gathering(settings), **data, "max_grad_norm": 1.0, "max_curvature": 0.0}
             x, y = next(iter(self.public_loader))
-            options["loader"] = _loader(x[:1], y[:1], 1)  # nothing but the curvature
+            options["loader"] = rows_loader(x[:1], y[:1], 1)  # nothing but the curvature
             with _metered(self.device) as cost:
                 self.engine.gather(**options)
             self._prepared[key] = cost
@@ -764,7 +765,7 @@ class _Bench:
         engine, task = self.lab.engine, self.task
         data: Settings = {
             "model": task.model,
-            "loader": _loader(*_tensors("private", task.private), _BATCH),
+            "loader": rows_loader(*_tensors("private", task.private), _BATCH),
             "criterion": task.criterion,
             "public_loader": self.lab.public_loader,
             "projection_seed": cell.seed,
@@ -1080,33 +1081,6 @@ def _peak(device: torch.device) -> float | None:
     except OSError:
         pass
     return None
-
-
-class _Rows(Dataset[Any]):
-    """Two tensors, from which a loader takes a batch at once: empty ones included."""
-
-    def __init__(self, x: Tensor, y: Tensor):
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices, dtype=torch.long)
-        return self.x[index], self.y[index]
-
-
-def _as_is(batch: Any) -> Any:
-    """A collate function for batches that are whole already."""
-    return batch
-
-
-def _loader(x: Tensor, y: Tensor, batch_size: int) -> DataLoader[Any]:
-    """Batches in order, for every method without the cost of putting them together record by record."""
-    return DataLoader(_Rows(x, y), batch_size=batch_size, collate_fn=_as_is)
 
 
 def _tensors(name: str, dataset: object) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
-from opacus_expm.accountant import ExpMAccountant, NotCopied, PlannedEvent, Purchase, Release
+from opacus_expm.accountant import ExpMAccountant, NotCopied, Purchase, Release
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -49,6 +49,7 @@ from opacus_expm.calibration import (
     default_regularization,
 )
 from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
+from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
@@ -249,8 +250,11 @@ class ExpMQuadEngine(NotCopied):
         with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **arguments):
             plan = self._rounds(loader, proj_dim, pieces=data.Pieces(max_physical_batch_size), **arguments)
             module = model
-            for number in range(plan.count):
-                module = plan.draw(plan.begin(module, number)(loader), number)
+            try:
+                for number in range(plan.count):
+                    module = plan.draw(plan.begin(module, number)(loader), number)
+            finally:
+                plan.end()
         return module
 
     @contextmanager
@@ -319,6 +323,10 @@ class ExpMQuadEngine(NotCopied):
         are gathered in ``backward``, and the ``step`` after an epoch's last batch draws the next weights. What the loop may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
 
+        Where there is a budget, the first draw reserves the rounds that are left, so that nothing else can take their place.
+        A loop that is not going to be finished is given up by calling this again for its module, by
+        ``engine.accountant.give_up()``, or by dropping the module and what was returned.
+
         Args:
             module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
                 ``requires_grad`` move, and have to be the optimizer's.
@@ -373,6 +381,8 @@ class ExpMQuadEngine(NotCopied):
                 "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
             )
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
+        if public_loader is not None:
+            data.check_public(public_loader, data_loader, "data_loader")
         clipping, grad_sample_mode = swap.check_protocol(
             loss,
             batch_first=batch_first,
@@ -421,6 +431,7 @@ class ExpMQuadEngine(NotCopied):
             pieces=data.Pieces(max_physical_batch_size or data.batch_size(data_loader)),
             noise_generator=noise_generator,
             progress=progress,
+            instead_of=swap.unfinished(module),
         )
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
 
@@ -487,6 +498,7 @@ class ExpMQuadEngine(NotCopied):
         the pass is complete. It needs a ``projection_seed``, and bounds that are not bought.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
+        Where bounds were bought, only an engine whose ledger paid for them can release from it.
         """
         options: dict[str, Any] = {
             "criterion": criterion,
@@ -517,9 +529,19 @@ class ExpMQuadEngine(NotCopied):
                 raise ValueError(
                     "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
                 )
+            if public_loader is not None:  # before anything is measured on it
+                data.check_public(public_loader, data.check_loader(loader))
             curvature = self._public_curvature(model, proj_dim, **options)
             bench, settled = self._settle(
-                model, loader, proj_dim, given=given, curvature=curvature, known=None, **settings, **options
+                model,
+                loader,
+                proj_dim,
+                given=given,
+                curvature=curvature,
+                known=None,
+                admission=None,
+                **settings,
+                **options,
             )
             kept = None
             if private_checkpoint is not None:
@@ -579,7 +601,8 @@ class ExpMQuadEngine(NotCopied):
         progress: bool | None,
         given: Bounds,
         curvature: PublicCurvature | None,
-        known: tuple[Bounds, str] | None,
+        known: tuple[Bounds, str, frozenset[str]] | None,
+        admission: Admission | None,
     ) -> tuple[Workbench, dict[str, Any]]:
         """What ``gather`` needs before its pass: a workbench, and the bounds, after the first round those of that."""
         ranks = self._ranks
@@ -604,7 +627,7 @@ class ExpMQuadEngine(NotCopied):
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
         if public_loader is not None:
-            data.check_loader(public_loader, "public_loader")
+            data.check_public(public_loader, loader)
         joint_radius: float | None = None
         if clipping == "joint":
             if radius is None:
@@ -612,9 +635,9 @@ class ExpMQuadEngine(NotCopied):
             joint_radius = _check.positive("radius", radius)
         remembered: Remembered | None = None
         missing = [name for name, value in given.items() if value is None]
-        source = "given"
+        source, receipts = "given", frozenset[str]()
         if known is not None:
-            given, source = known
+            given, source, receipts = known
         elif bounds == "paper":
             given, source = self._paper_bounds(model, loader, settings), "paper"
         elif missing and public_loader is not None:
@@ -623,8 +646,8 @@ class ExpMQuadEngine(NotCopied):
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
             check_noise_generator(noise_generator)
-            given, remembered = self._buy_bounds(
-                bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius
+            given, receipts, remembered = self._buy_bounds(
+                bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius, admission
             )
             source = "bought"
         elif missing:
@@ -644,6 +667,7 @@ class ExpMQuadEngine(NotCopied):
             "max_curvature": c_h,
             "nominal_size": size,
             "bounds": source,
+            "receipts": receipts,
             "joint_radius": joint_radius,
             "remembered": remembered,
             "ranks": ranks,
@@ -814,15 +838,16 @@ class ExpMQuadEngine(NotCopied):
         adjacency: str,
         noise_generator: torch.Generator | np.random.Generator | None,
         joint_radius: float | None,
-    ) -> tuple[Bounds, Remembered]:
+        admission: Admission | None,
+    ) -> tuple[Bounds, frozenset[str], Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
+        ranks = self._ranks
         purchases = [
-            Purchase(price, adjacency, name, QUANTILES[name], nominal_size)
+            Purchase(price, adjacency, name, QUANTILES[name], nominal_size, ranks.random_name())
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
             warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
-        ranks = self._ranks
         remembered = bench.remember(
             loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius, ranks=ranks
         )
@@ -834,12 +859,12 @@ class ExpMQuadEngine(NotCopied):
             counts = ranks.summed(torch.from_numpy(grid_counts(remembered.norms[purchase.bound]))).numpy()
             bound = math.nan
             if noise is not None:
-                self.accountant.record(purchase)
+                self.accountant.record(purchase, admission=admission)
                 bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, adjacency, noise)
             found[purchase.bound] = float(ranks.from_leader(torch.tensor([bound], dtype=torch.float64)))
             if not ranks.leads:
-                self.accountant.note(purchase)
-        return found, remembered
+                self.accountant.note(purchase, admission=admission)
+        return found, frozenset(purchase.receipt for purchase in purchases), remembered
 
     def release(
         self,
@@ -871,7 +896,8 @@ class ExpMQuadEngine(NotCopied):
         }
         with self._on_all_ranks(statistics=statistics, radius=radius, **arguments):
             self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
-            return self._draw(statistics, allowances(epsilon, delta)[0], radius, place=(1, 1), **arguments)
+            allowance = allowances(epsilon, delta)[0]
+            return self._draw(statistics, allowance, radius, place=(1, 1), admission=None, **arguments)
 
     def _draw(
         self,
@@ -888,6 +914,7 @@ class ExpMQuadEngine(NotCopied):
         sampler: str | Sampler,
         noise_generator: torch.Generator | np.random.Generator | None,
         place: tuple[int, int],
+        admission: Admission | None,
     ) -> nn.Module:
         """Charge, then draw, both on the leading rank; the model on every rank."""
         calibrated = self._calibrate(
@@ -898,6 +925,7 @@ class ExpMQuadEngine(NotCopied):
             adjacency=adjacency,
             calibration=calibration,
         )
+        self.accountant.check_paid(statistics.receipts)
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
         check_noise_generator(noise_generator)
@@ -934,7 +962,7 @@ class ExpMQuadEngine(NotCopied):
         coordinates = np.zeros(subspace.dim)
         if density is not None:
             generator = noise_source(noise_generator)
-            self.accountant.record(release)
+            self.accountant.record(release, admission=admission)
             if self.secure_mode:
                 reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
                 fixed = FixedWork(proposals_needed(density.dim, reach))
@@ -943,7 +971,7 @@ class ExpMQuadEngine(NotCopied):
                 coordinates = draw.sample(density, generator)[0]
         coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
         if not ranks.leads:
-            self.accountant.note(release)
+            self.accountant.note(release, admission=admission)
         if denoise:
             variance = public_variance(
                 calibrated.inverse_temperature, ridge, statistics.nominal_size, radius, subspace.dim
@@ -1100,6 +1128,7 @@ class ExpMQuadEngine(NotCopied):
         denoise: bool,
         calibration: str,
         sampler: str | Sampler,
+        instead_of: swap.Rounds | None = None,
         **options: Any,
     ) -> _Rounds:
         """Several rounds, with everything checked that can be refused before any data is touched, and admitted."""
@@ -1111,6 +1140,8 @@ class ExpMQuadEngine(NotCopied):
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
+        if options["public_loader"] is not None:
+            data.check_public(options["public_loader"], loader)
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
         buys = options["public_loader"] is None and options["bounds"] is None
         prices = _prices(given, epsilon, size) if buys else {}
@@ -1131,6 +1162,7 @@ class ExpMQuadEngine(NotCopied):
             self._plans(ways, prices, rounds, ridge, calibration, options["adjacency"]),
             radii,
             seed,
+            instead_of,
             gathering={"loader": loader, "proj_dim": proj_dim, "epsilon": epsilon, "given": given, **options},
             calibrating={
                 "regularization": regularization,
@@ -1224,6 +1256,7 @@ class _Rounds:
         plans: list[list[PlannedEvent]],
         radii: list[float],
         seed: int | None,
+        instead_of: swap.Rounds | None,
         *,
         gathering: dict[str, Any],
         calibrating: dict[str, Any],
@@ -1234,21 +1267,16 @@ class _Rounds:
         self._gathering, self._calibrating, self._drawing = gathering, calibrating, drawing
         self._way: Allowance | None = None
         self._curvature: PublicCurvature | None = None
-        self._known: tuple[Bounds, str] | None = None
-        # Admitted here, and followed wherever a round charges: a training loop's rounds outlive the call.
-        with engine.accountant.planned(plans, drawing["epsilon"], drawing["delta"]):
-            self._plan = engine.accountant._plan
+        self._known: tuple[Bounds, str, frozenset[str]] | None = None
+        # Admitted here, and named wherever a round charges: a training loop's rounds outlive the call.
+        earlier: Admission | None = instead_of._admission if isinstance(instead_of, _Rounds) else None
+        self._admission: Admission = engine.accountant.admit(
+            plans, drawing["epsilon"], drawing["delta"], instead_of=earlier
+        )
 
-    @contextmanager
-    def _following_the_plan(self) -> Iterator[None]:
-        """Charges inside are judged by the plan, unless something else was charged since."""
-        accountant = self._engine.accountant
-        other = accountant._plan
-        try:
-            accountant._plan = self._plan
-            yield
-        finally:
-            accountant._plan = other
+    def end(self) -> None:
+        """No further round is going to be drawn: nothing of the budget stays reserved."""
+        self._admission.end()
 
     @property
     def count(self) -> int:
@@ -1259,15 +1287,15 @@ class _Rounds:
         """A round that starts from ``module``: the function from a loader to the statistics of its records."""
         if number == 0:
             self._curvature = self._engine._public_curvature(module, **self._gathering)
-        with self._following_the_plan():  # bounds may be bought
-            bench, settled = self._engine._settle(
-                module,
-                radius=self._radii[number],
-                projection_seed=None if self._seed is None else self._seed + number,
-                curvature=self._curvature,
-                known=self._known,
-                **self._gathering,
-            )
+        bench, settled = self._engine._settle(
+            module,
+            radius=self._radii[number],
+            projection_seed=None if self._seed is None else self._seed + number,
+            curvature=self._curvature,
+            known=self._known,
+            admission=self._admission,  # bounds may be bought
+            **self._gathering,
+        )
         return functools.partial(bench.gather, **settled)
 
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
@@ -1283,16 +1311,17 @@ class _Rounds:
             self._known = (
                 {"max_grad_norm": sums.max_grad_norm, "max_curvature": sums.max_curvature},
                 statistics.bounds,
+                statistics.receipts,
             )
-        with self._following_the_plan():
-            return self._engine._draw(
-                statistics,
-                self._way,
-                self._radii[number],
-                place=(number + 1, self.count),
-                **self._calibrating,
-                **self._drawing,
-            )
+        return self._engine._draw(
+            statistics,
+            self._way,
+            self._radii[number],
+            place=(number + 1, self.count),
+            admission=self._admission,
+            **self._calibrating,
+            **self._drawing,
+        )
 
 
 def _radii(radius: float | Sequence[float], rounds: int) -> list[float]:

@@ -321,7 +321,7 @@ def may_branch(run: Run, example: Any) -> bool:
         return [rows[0] for rows in run(pytree.tree_map_only(Tensor, lambda t: t[None], alone))]
 
     try:
-        with Generators.of(run).repeated(), torch.no_grad(), plain_attention(), warnings.catch_warnings():
+        with Generators.of(run).repeated(), torch.enable_grad(), plain_attention(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a rule is slow does not matter here
             vmap(record, in_dims=(axes,), randomness="different")(inputs)
     except Exception as error:
@@ -383,8 +383,8 @@ class State:
             )
 
     def _run(self, inputs: Any) -> Tensor:
-        with self._generators.repeated(), torch.no_grad():
-            return outputs_of(call(self._module, pytree.tree_map_only(Tensor, torch.clone, inputs)))
+        with self._generators.repeated(), torch.enable_grad():  # as in a pass
+            return outputs_of(call(self._module, pytree.tree_map_only(Tensor, torch.clone, inputs))).detach()
 
     @property
     def changed(self) -> list[str]:
@@ -453,6 +453,8 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, Tensor):
         return _equal(a, b)
+    if isinstance(a, torch.Generator):  # whose pickles differ though its states do not
+        return torch.equal(a.get_state(), b.get_state())
     if type(a) in (list, tuple, deque):
         return len(a) == len(b) and all(map(_same, a, b))
     if type(a) is dict:

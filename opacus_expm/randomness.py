@@ -16,7 +16,8 @@ the mean over ω, and Rényi's is at most the largest. Who sees the release alon
 
 **Every record has draws of its own.** One number for all records of a batch (a batch of images flipped together, a layer
 dropped for a whole batch) would tie records to whoever shares their batch, and one more record moves the borders of batches.
-So views and models that are seen to draw are run record by record; collate functions and criteria must draw for each record.
+So records are fetched and collated one at a time, and views and models that are seen to draw are run record by record. A
+criterion that draws must do so for each record.
 
 **Passes need not agree.** Where bounds are bought in one pass over the data and the sums gathered in another, a record has
 another ω in each. Nothing rests on their agreement: the purchase is charged for its own pass, and the clipping is done in

@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -90,6 +89,7 @@ class Statistics(PrivateValues):
     curvature_samples: int | None
     views: str | None  # what the function is called
     shards: frozenset[str]  # one random name for each pass that took part
+    receipts: frozenset[str] = frozenset()  # of the bounds that were bought, for the ledger that paid (see Purchase)
 
     @cached_property
     def _spectrum(self) -> tuple[Array, Array | None, Array]:
@@ -164,6 +164,7 @@ class Statistics(PrivateValues):
                 nominal_size=merged.nominal_size + other.nominal_size,
                 bounds=max(merged.bounds, other.bounds, key=BOUNDS.index),
                 shards=merged.shards | other.shards,
+                receipts=merged.receipts | other.receipts,
             )
         return merged
 
@@ -446,6 +447,7 @@ class Workbench:
         max_curvature: float,
         nominal_size: int,
         bounds: str,
+        receipts: frozenset[str],
         joint_radius: float | None,
         remembered: Remembered | None,
         ranks: Ranks,
@@ -519,7 +521,8 @@ class Workbench:
             description(self._ready[1]),
             self._samples,
             None if self._views is None else str(described(self._views)),
-            frozenset([f"{int(ranks.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"]),
+            frozenset([ranks.random_name()]),
+            receipts,
         )
 
     def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:

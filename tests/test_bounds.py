@@ -1,5 +1,6 @@
 """Bought bounds: bounded range by enumeration, failure probability, what is charged and what is left for the draw."""
 
+import dataclasses
 import math
 import warnings
 
@@ -337,6 +338,60 @@ def test_purchases_survive_the_ledger(tmp_path):
     state["releases"][0]["bound"] = "something else"
     with pytest.raises(ValueError, match="bound must be one of"):
         other.accountant.load_state_dict(state)
+
+
+def test_statistics_belong_to_the_ledger_that_paid_for_their_bounds(tmp_path):
+    """Released from another one, the purchase would be in no total; equal purchases of others do not count."""
+    model, dataset = _task()
+    path = tmp_path / "ledger.jsonl"
+    engine = ExpMQuadEngine(ledger_path=path)
+    options = {"criterion": nn.MSELoss(), "epsilon": 1.0}
+    statistics = engine.gather(model, _loader(dataset), 5, **options)
+    spent = engine.get_epsilon()
+    assert spent > 0
+    alike = ExpMQuadEngine()
+    alike.gather(model, _loader(dataset), 5, **options)
+    facts = [[dataclasses.replace(p, receipt="") for p in e.accountant.releases] for e in (engine, alike)]
+    assert facts[0] == facts[1]
+    for other in (ExpMQuadEngine(), alike):
+        before = list(other.accountant.releases)
+        with pytest.raises(
+            ValueError, match="bought, and charged to another ledger: release from them with the engine"
+        ):
+            other.release(statistics, 0.5, 0.3)
+        assert other.accountant.releases == before
+    loaded = ExpMQuadEngine()
+    loaded.accountant.load_state_dict(engine.accountant.state_dict())
+    sharing = [ExpMQuadEngine(accountant=engine.accountant), ExpMQuadEngine(ledger_path=path), engine, loaded]
+    for number, paid in enumerate(sharing, start=1):
+        paid.release(statistics, 0.5, 0.3)
+        assert paid.get_epsilon() == pytest.approx(spent + 0.5 * (1 if paid is loaded else number))
+
+
+def test_every_round_knows_the_ledger_that_paid(monkeypatch):
+    model, dataset = _task()
+    engine, seen, draw = ExpMQuadEngine(), [], ExpMQuadEngine._draw
+    monkeypatch.setattr(
+        ExpMQuadEngine, "_draw", lambda self, s, *a, **o: seen.append(s.receipts) or draw(self, s, *a, **o)
+    )
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, rounds=2, criterion=nn.MSELoss())
+    receipts = {event.receipt for event in engine.accountant.releases if isinstance(event, Purchase)}
+    assert len(receipts) == 2
+    assert seen == [receipts, receipts]
+
+
+def test_merged_statistics_need_every_receipt():
+    model, dataset = _task()
+    engine, other = ExpMQuadEngine(), ExpMQuadEngine()
+    options = {"criterion": nn.MSELoss(), "epsilon": 1.0, "projection_seed": 0, "nominal_size": 3000}
+    parts = [
+        used.gather(model, _loader(dataset), 5, noise_generator=np.random.default_rng(7), **options)
+        for used in (engine, other)
+    ]
+    merged = parts[0].merge(parts[1])  # the same bounds came out
+    for used in (engine, other):
+        with pytest.raises(ValueError, match="another ledger"):
+            used.release(merged, 0.5, 0.3)
 
 
 def test_the_grid_cannot_be_changed():

@@ -215,6 +215,7 @@ PURCHASE = {
     "bound": "max_grad_norm",
     "quantile": 0.8,
     "nominal_size": 50,
+    "receipt": "0123456789abcdef",
 }
 
 

@@ -655,7 +655,7 @@ def die(path, late):
     engine = ExpMQuadEngine(ledger_path=path)
     if late:
         charge, build, owed = ExpMAccountant.record, Statistics.module_at, []
-        ExpMAccountant.record = lambda self, release: owed.append((self, release))
+        ExpMAccountant.record = lambda self, release, **_: owed.append((self, release))
 
         def pay(self, coordinates):
             charge(*owed.pop())

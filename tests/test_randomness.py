@@ -413,7 +413,7 @@ def one_pass(loader):
 
 def freshly(loader):
     """All inputs of a pass, as an Opacus loop goes through a loader."""
-    return torch.cat([inputs for inputs, _ in data.freshly(data.with_fresh_workers(loader))])
+    return torch.cat([inputs for inputs, _ in data.freshly(data.each_alone(loader))])
 
 
 @pytest.mark.parametrize("read", [one_pass, freshly])
@@ -431,7 +431,7 @@ def test_no_seed_brings_the_noise_of_a_loader_back(name, read):
 
 
 def test_workers_that_the_script_has_started_go_on_by_themselves():
-    """The twin has its own, and the loader is what it was."""
+    """The pass has its own, and the loader is what it was."""
 
     def epochs(between):
         seed_everything()
@@ -474,15 +474,10 @@ def test_a_worker_keeps_what_the_users_function_does(monkeypatch):
 
 def test_what_a_worker_starts_with_can_be_pickled():
     """As start methods other than fork need it; the collate function in it is the loader's own."""
-    loader = data.with_fresh_workers(DataLoader([0], num_workers=1, worker_init_fn=constant, collate_fn=noisy_collate))
+    loader = data.each_alone(DataLoader([0], num_workers=1, worker_init_fn=constant, collate_fn=noisy_collate))
     init, collate = pickle.loads(pickle.dumps((loader.worker_init_fn, loader.collate_fn)))
-    assert init == FreshWorker(constant, noisy_collate)
+    assert init.own is constant
     assert init.collate_fn is collate
-
-
-def test_a_loader_without_workers_is_left_as_it_is():
-    loader = DataLoader([0])
-    assert data.with_fresh_workers(loader) is loader
 
 
 # --- The engine ----------------------------------------------------------------------------------------------------------
@@ -694,7 +689,7 @@ def test_drawing_from_the_global_generators_is_noticed(name):
 # --- An Opacus loop ------------------------------------------------------------------------------------------------------
 
 
-def loop(dataset, model=None, epochs=2):
+def loop(dataset, model=None, epochs=2, see=lambda numbers: None, **options):
     """An Opacus loop over noisy records, of a script that seeds everything; what it drew before and after each batch."""
     model = line() if model is None else model
     seed_everything()
@@ -702,7 +697,7 @@ def loop(dataset, model=None, epochs=2):
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.MSELoss(),
-        data_loader=DataLoader(dataset, batch_size=4, shuffle=True),
+        data_loader=DataLoader(dataset, batch_size=4, shuffle=True, **options),
         target_epsilon=1.0,
         target_delta=0.0,
         epochs=epochs,
@@ -714,6 +709,7 @@ def loop(dataset, model=None, epochs=2):
     drawn = []
     for _ in range(epochs):
         for x, y in loader:
+            see(x.flatten().tolist())
             drawn += [draw() for draw in GLOBAL.values()]
             optimizer.zero_grad()
             criterion(module(x), y).backward()
@@ -774,48 +770,15 @@ def test_evaluation_in_a_loop_draws_from_the_scripts_streams():
     assert torch.equal(*outputs)
 
 
-def test_workers_of_a_loop_are_fresh_and_persist():
-    """Workers that persist are started once, with fresh randomness, and not the user's."""
-    seen = []
-
-    class Watched(DataLoader):
-        """Shows what is read, and counts starts of workers."""
-
-        started = 0
-
-        def _get_iterator(self):
-            Watched.started += 1
-            return super()._get_iterator()
-
-        def __iter__(self):
-            for batch in super().__iter__():
-                seen.extend(batch[0].flatten().tolist())
-                yield batch
-
+def test_workers_of_a_loop_are_fresh_and_persist(monkeypatch):
+    """Workers that persist are started once, with fresh randomness, whatever the user's function seeds."""
+    started, original = [], DataLoader._get_iterator
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: started.append(self) or original(self))
+    seen, workers = [], {"num_workers": 2, "persistent_workers": True, "worker_init_fn": constant}
     for _ in range(2):
-        model = line()
-        seed_everything()
-        module, optimizer, criterion, loader = ExpMQuadEngine().make_private_with_epsilon(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.MSELoss(),
-            data_loader=Watched(
-                Noisy("numpy"), batch_size=4, num_workers=2, persistent_workers=True, worker_init_fn=constant
-            ),
-            target_epsilon=1.0,
-            target_delta=0.0,
-            epochs=2,
-            radius=0.5,
-            proj_dim=None,
-            max_grad_norm=1.0,
-            max_curvature=0.0,
-        )
-        for _ in range(2):
-            for x, y in loader:
-                criterion(module(x), y).backward()
-                optimizer.step()
+        loop(Noisy("numpy"), see=seen.extend, **workers)
     assert len(set(seen)) == len(seen) == 2 * 2 * RECORDS * FEATURES
-    assert Watched.started == 2
+    assert sum(loader.num_workers == 2 for loader in started) == 2
 
 
 def test_a_loop_that_breaks_off_leaves_the_streams_alone():
