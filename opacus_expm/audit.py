@@ -40,10 +40,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import _check, data
+from opacus_expm._tables import markdown
 from opacus_expm.accountant import NoGuarantee
+from opacus_expm.baselines import dp_sgd
 from opacus_expm.bounds import Bounds, checked_bounds
 from opacus_expm.calibration import calibrate
-from opacus_expm.comparison import dp_sgd, markdown
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.model import call, check_module, compute_dtype, outputs_of, tensor_digest, working_copy

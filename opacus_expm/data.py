@@ -63,7 +63,7 @@ from tqdm.auto import tqdm
 from opacus_expm import _check, records
 from opacus_expm.collating import PLAIN, Alone
 from opacus_expm.model import cast_inputs, take
-from opacus_expm.randomness import FreshWorker, Generators
+from opacus_expm.randomness import FreshWorker
 
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
@@ -342,20 +342,6 @@ def visited(loader: DataLoader[Any]) -> Sequence[int] | None:
     if isinstance(sampler, SubsetRandomSampler):
         return [int(i) for i in sampler.indices]
     return range(len(loader.dataset))  # type: ignore[arg-type]
-
-
-def freshly(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's batches, each drawn with fresh randomness; what is done between them is none of it."""
-    generators = Generators.of(loader)
-    with generators.refreshed():
-        stream = iter(loader)
-    while True:
-        with generators.refreshed():
-            try:
-                batch = next(stream)
-            except StopIteration:
-                return
-        yield batch
 
 
 def batch_size(loader: DataLoader[Any]) -> int | None:

@@ -83,7 +83,7 @@ class ExpMQuadEngine(NotCopied):
             data set, visits its own part of it, and gets the same model; one of them charges and draws (see
             ``opacus_expm.ranks``). False works in this process alone; True insists on a process group.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> from opacus_expm import ExpMQuadEngine

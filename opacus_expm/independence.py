@@ -23,8 +23,8 @@ another record was run, the state is kept where it cannot be seen, and the model
 A model whose records depend on each other through the batch is served all the same: each record runs alone, and a warning
 says so.
 
-**What remains:** rounding that depends on the place in a batch (the README says how much), and a program that hides: one
-that reads its values behind torch's back, or that keeps state out of sight and shows it rarely.
+**What remains:** rounding that depends on the place in a batch (``docs/pages/sharp-edges.md`` says how much), and a program
+that hides: one that reads its values behind torch's back, or that keeps state out of sight and shows it rarely.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 AnyGenerator = torch.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
+T = TypeVar("T")
 Entropy = Callable[[int], bytes]  # from a number of bytes to as many
 
 _ITEMS = 256  # of a container that is looked through; larger ones hold data
@@ -106,6 +107,20 @@ class Generators:
         """Start every generator from a state of its own that the entropy decides."""
         for generator in self.found:
             _reseed(generator, entropy)
+
+
+def freshly(items: Iterable[T]) -> Iterator[T]:
+    """The items, such as a loader's batches, each made in fresh randomness; what is done between them is none of it."""
+    generators = Generators.of(items)
+    with generators.refreshed():
+        stream = iter(items)
+    while True:
+        with generators.refreshed():
+            try:
+                item = next(stream)
+            except StopIteration:
+                return
+        yield item
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ from opacus_expm import _check, data
 from opacus_expm._private import PrivateValues
 from opacus_expm.criteria import make_criterion
 from opacus_expm.model import check_module
-from opacus_expm.randomness import Generators
+from opacus_expm.randomness import Generators, freshly
 from opacus_expm.statistics import Statistics
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -770,12 +770,12 @@ def _known_batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, list[tuple[Te
     """Every batch, its tensors with their versions, and whether it is the last one."""
     if data.dataset_size(loader) is not None:
         total = len(loader)
-        for number, batch in enumerate(data.freshly(loader), start=1):
+        for number, batch in enumerate(freshly(loader), start=1):
             yield batch, _with_versions(batch), number == total
         return
     # Iterable data sets do not tell: one batch is taken ahead.
     held: tuple[Any, list[tuple[Tensor, int]]] | None = None
-    for batch in data.freshly(loader):
+    for batch in freshly(loader):
         if held is not None:
             yield *held, False
         held = batch, _with_versions(batch)

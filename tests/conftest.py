@@ -1,4 +1,5 @@
-"""Hypothesis without randomness of its own: the same examples in every run; a data cache for tests that need one.
+"""Hypothesis without randomness of its own: the same examples in every run; a data cache, and Opacus's
+engines, for tests that need them.
 
 With HYPOTHESIS_PROFILE=fuzz it looks for new examples instead, many of them, and keeps those that failed.
 """
@@ -8,6 +9,9 @@ import urllib.request
 
 import pytest
 from hypothesis import HealthCheck, settings
+from opacus import PrivacyEngine
+
+from opacus_expm import baselines
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile(
@@ -27,3 +31,16 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("OPACUS_EXPM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The Opacus engines that were made."""
+    made = []
+
+    def make(**options):
+        made.append(PrivacyEngine(**options))
+        return made[-1]
+
+    monkeypatch.setattr(baselines, "PrivacyEngine", make)
+    return made

@@ -60,7 +60,7 @@ def test_compare_prints_a_table_and_writes_three_files(capsys, tmp_path, small_t
 def test_compare_goes_on_where_it_was(capsys, tmp_path, monkeypatch):
     assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out
-    monkeypatch.setattr("opacus_expm.comparison.dp_sgd", None)  # would fail if it were called again
+    monkeypatch.setattr("opacus_expm.experiments.cells.dp_sgd", None)  # would fail if it were called again
     assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == first
 

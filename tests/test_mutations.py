@@ -41,12 +41,13 @@ from opacus_expm import (
     sampling,
     statistics,
     sums,
+    swap,
 )
 from opacus_expm import records as named
+from opacus_expm._tables import markdown
 from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, Purchase, Release
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
 from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.randomness import Generators
@@ -873,7 +874,7 @@ def _seeded_workers(patch):
 
 
 def _seeded_loop(patch):
-    patch.setattr(data, "freshly", iter)
+    patch.setattr(swap, "freshly", iter)
 
 
 def _shared_draws(patch):

@@ -413,7 +413,7 @@ def one_pass(loader):
 
 def freshly(loader):
     """All inputs of a pass, as an Opacus loop goes through a loader."""
-    return torch.cat([inputs for inputs, _ in data.freshly(data.each_alone(loader))])
+    return torch.cat([inputs for inputs, _ in randomness.freshly(data.each_alone(loader))])
 
 
 @pytest.mark.parametrize("read", [one_pass, freshly])
