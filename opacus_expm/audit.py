@@ -23,10 +23,12 @@ import dataclasses
 import inspect
 import itertools
 import math
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ import torch
 from scipy.optimize import minimize
 from scipy.stats import beta
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import _check, data
@@ -44,9 +47,12 @@ from opacus_expm.bounds import Bounds, checked_bounds
 from opacus_expm.calibration import calibrate
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.engine import ExpMQuadEngine
+from opacus_expm.model import call, check_module, compute_dtype, outputs_of, tensor_digest, working_copy
 from opacus_expm.privacy_loss import QUADRATURE_DIM, PrivacyLoss, Quadrature, Sampled
+from opacus_expm.randomness import Generators
 from opacus_expm.sampling import Exact
 from opacus_expm.sums import ADJACENCIES, Sensitivity
+from opacus_expm.views import Views
 
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]
@@ -166,6 +172,10 @@ def audit_pair(
     The curvature must be exact: for sequences and for more than 64 outputs, whose curvature is probed at random, pass
     ``max_curvature=0``. Secure mode draws from the same density; its own failures are in the ledger, not here.
 
+    Where records are random themselves (augmentation, views, dropout in a functional call), the claim is about any fixed
+    randomness of the records that both data sets have (``opacus_expm.randomness``). That is what is compared then, one
+    record at a time, for one draw of this randomness; generators that the model holds as attributes cannot be fixed.
+
     **Privacy:** the report is NOT private, and says so in a warning.
     """
     _warn("audit_pair()")
@@ -209,15 +219,93 @@ def observed_loss(
 
     **Privacy:** not private. Each release is charged to a ledger that is thrown away.
     """
-    densities = []
-    claims = []
-    for records in (loader, neighbour):
-        engine, window = ExpMQuadEngine(distributed=False), _Window()
-        engine.make_private_expm(model, records, sampler=window, **arguments)
-        assert window.density is not None
-        densities.append(window.density)
-        claims.append(_claim(engine, float(arguments.get("delta", 0.0)), arguments))
-    return PrivacyLoss(densities[0], densities[1]), min(claims)
+    before, claimed = _observed(model, loader, arguments)
+    if _is_random(model, loader, arguments.get("views")):
+        loader, neighbour = _with_own_streams(loader, neighbour, arguments.get("views"))
+        before, claimed = _observed(model, loader, arguments)
+    after, other = _observed(model, neighbour, arguments)
+    return PrivacyLoss(before, after), min(claimed, other)
+
+
+def _observed(model: nn.Module, loader: DataLoader[Any], arguments: Arguments) -> tuple[BallGaussian, float]:
+    """The density of one release, and the ε that the ledger states for it."""
+    engine, window = ExpMQuadEngine(distributed=False), _Window()
+    engine.make_private_expm(model, loader, sampler=window, **arguments)
+    assert window.density is not None
+    return window.density, _claim(engine, float(arguments.get("delta", 0.0)), arguments)
+
+
+def _is_random(model: nn.Module, loader: DataLoader[Any], views: Views | None) -> bool:
+    """Whether records that are read and run twice come out differently: inputs, outputs, or a gradient."""
+    module, part = working_copy(check_module(model)), data.part_of(loader)
+    device, dtype = next(module.parameters()).device, compute_dtype(module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def seen() -> Iterator[str]:
+        for inputs, targets in data.batches(
+            part, device=device, dtype=dtype, max_physical_batch_size=None, progress=False
+        ):
+            for view in [inputs] if views is None else views(inputs):
+                outputs = outputs_of(call(module, view))
+                # Weights that no two records share, so that what is drawn for them does not cancel.
+                weights = torch.linspace(1, 2, outputs.numel()).to(outputs).sqrt().view_as(outputs)
+                gradient = torch.autograd.grad((weights * outputs).sum(), parameters, allow_unused=True)
+                yield tensor_digest(*_tensors((view, targets, outputs, gradient)))
+
+    with Generators.of(part, module, views).refreshed():
+        return list(seen()) != list(seen())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a batch."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _OwnStreams(Dataset[Any]):
+    """Records, each with randomness of its own: what is drawn until the next is read follows from a key and its place.
+
+    Args:
+        loader: of the records.
+        holders: of generators beside the loader.
+        key: of the randomness.
+    """
+
+    def __init__(self, loader: DataLoader[Any], holders: Sequence[object], key: str):
+        self._loader, self._generators, self._key = loader, Generators.of(loader, *holders), key
+        self.order = list(data.visited(loader) or ())
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> Any:
+        self._generators.reseed(Random(f"{self._key} {place}").randbytes)
+        return self._loader.dataset[self.order[place]]
+
+    def contents(self) -> Iterator[str]:
+        """Of every record, under the randomness of its place."""
+        for place in range(len(self)):
+            with self._generators.refreshed():
+                found = tensor_digest(*_tensors(self._loader.collate_fn([self[place]])))
+            yield found
+
+
+def _with_own_streams(
+    loader: DataLoader[Any], neighbour: DataLoader[Any], *holders: object
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Both loaders, one record at a time, the common records first and with the same randomness in both."""
+    key = secrets.token_hex()
+    both = [_OwnStreams(records, holders, key) for records in (loader, neighbour)]
+    contents = zip(both[0].contents(), both[1].contents(), strict=False)
+    first = next((place for place, (one, other) in enumerate(contents) if one != other), -1)
+    longest = max(map(len, both))
+    for records in both:
+        if len(records) == longest:  # it has the record that makes the difference, or both have one
+            records.order.append(records.order.pop(first))
+    first_loader, second_loader = (
+        DataLoader(records, batch_size=1, collate_fn=original.collate_fn)
+        for records, original in zip(both, (loader, neighbour), strict=True)
+    )
+    return first_loader, second_loader
 
 
 def _claim(engine: ExpMQuadEngine, delta: float, arguments: Arguments) -> float:
@@ -579,7 +667,7 @@ def black_box(
         releases: models from each data set.
         draws_per_pass: 1 makes every release a call of its own, from loader to model; more takes that many simulated
             draws from each pass, which have the law of a release and are much faster. They are independent only if a pass
-            has no randomness of its own, so bounds and projection must be given then.
+            has no randomness of its own, so bounds and projection must be given then, and records must not be random.
         delta: δ of the comparison; that of the arguments by default.
         confidence: probability that the bound is one.
         subject: a name for the report.

@@ -23,6 +23,10 @@ What is accepted is not iterated itself: ``each_alone`` makes a plain loader of 
 record at a time. So neither a ``__getitems__`` nor a collate function is ever shown two private records at once, and a data
 set whose length changes while it is read has no record twice.
 
+Records may be augmented at random. Every pass draws this randomness afresh from the operating system, in the process and in
+the loader's workers, so that it is no function of the script's seeds (``opacus_expm.randomness`` says why, what is
+refreshed, and what remains with the user: a data set that seeds generators while it is read).
+
 **What cannot be seen.** That two data set objects read one file or hold equal records, which are legal and count each. That
 what a data set gives for an index depends on what it was asked before, or on its other records. Which records a wrapper of
 the user's own names (see ``records``).
@@ -59,6 +63,7 @@ from tqdm.auto import tqdm
 from opacus_expm import _check, records
 from opacus_expm.collating import PLAIN, Alone
 from opacus_expm.model import cast_inputs, take
+from opacus_expm.randomness import FreshWorker
 
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
@@ -247,7 +252,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
 def _of_parts(
     loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any
 ) -> DataLoader[Any]:
-    """A plain loader with the options of another."""
+    """A plain loader with the options of another, and workers of its own with fresh randomness."""
     return DataLoader(
         dataset,
         sampler=order,
@@ -256,7 +261,7 @@ def _of_parts(
         collate_fn=collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=FreshWorker(loader.worker_init_fn, collate_fn) if loader.num_workers else None,
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
@@ -446,6 +451,8 @@ def batches(
     name: str = "loader",
 ) -> Iterator[tuple[Any, Tensor]]:
     """One pass over the loader as (inputs, targets) on the model's device, in pieces of limited size.
+
+    Whoever goes through it does so in fresh randomness (``Generators.refreshed``); the loader's workers have their own.
 
     Args:
         loader: the data.

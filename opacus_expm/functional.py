@@ -4,6 +4,9 @@ Every record is a batch of one, under ``vmap`` where torch has rules for the mod
 other: tied weights, in-place activations, ``nn.LSTM``, ``nn.MultiheadAttention`` and parameters used outside any layer
 are all served, and a record's rows cannot depend on another's by construction. The price is time and, under ``vmap``,
 memory for (records, r, p) at a time, kept below a fixed number of elements by working on a few records at once.
+
+A model that draws random numbers is run without ``vmap``, under which all records would share what is drawn outside torch
+(torch's own random operations refuse to run).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from opacus_expm.model import Layout, call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch, take
 from opacus_expm.projection import Projection
+from opacus_expm.randomness import Generators
 
 _MAX_ELEMENTS = 2**25  # of the (records, r, p) block: 128 MiB in float32
 
@@ -48,6 +52,7 @@ class FunctionalRows:
         recurrent = any(isinstance(m, nn.RNNBase) for m in module.modules())
         self._one_by_one = recurrent if one_by_one is None else one_by_one
         self._trainable = {n: p.detach() for n, p in module.named_parameters() if n in layout.names}
+        self._generators = Generators.of(module)
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, …), and the function from cotangents (B, r, …) to rows (B, r, k).
@@ -56,9 +61,13 @@ class FunctionalRows:
         """
         if self._one_by_one:
             return self._separate_graphs(inputs)
+        before = self._generators.states()
         axes = pytree.tree_map(lambda t: 0 if isinstance(t, Tensor) else None, inputs)
         with plain_attention():
             outputs = vmap(self._record, in_dims=(None, axes))(self._trainable, inputs)
+        if self._generators.drawn_since(before):
+            self._one_by_one = True
+            return self._separate_graphs(inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(inputs, axes, cotangents)
 
     def _record(self, trainable: dict[str, Tensor], inputs: Any) -> Tensor:

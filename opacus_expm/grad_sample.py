@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from opacus_expm.independence import DependentRecords, check_mixing, may_branch, outputs_alone, same_randomness
+from opacus_expm.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.layer_rules import RULES, PerSampleGradients, Places, Rule
 from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch
 from opacus_expm.projection import Projection
+from opacus_expm.randomness import Generators
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
 
@@ -261,9 +262,10 @@ def _probe(
     hooked: ProjectedGradSampleModule, module: nn.Module, layout: Layout, projection: Projection, example: Any
 ) -> None:
     """The checks of ``hooks_for``."""
+    generators = Generators.of(module)
     for copies, seed in ((2, 0), (3, 1)):  # no sequence length is both 2 and 3
         inputs = synthetic_batch(example, copies, seed)
-        with same_randomness():
+        with generators.repeated():
             outputs, pullback = hooked.outputs_and_pullback(inputs)
         if outputs.shape[0] != copies:
             raise ValueError(
@@ -277,7 +279,7 @@ def _probe(
         raise HooksCannotServe("the model's outputs or gradients on synthetic inputs are not finite")
 
     named = dict(module.named_parameters())
-    with torch.enable_grad(), same_randomness():
+    with torch.enable_grad(), generators.repeated():
         summed = (outputs_of(call(module, inputs)) * cotangents).sum()
         whole = torch.autograd.grad(summed, [named[n] for n in layout.names], allow_unused=True)
     expected = rows.new_zeros(1, projection.width)

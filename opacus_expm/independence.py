@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -48,6 +46,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_expm.model import call, outputs_of, plain_attention, ran_out_of_memory
+from opacus_expm.randomness import Generators
 
 Run = Callable[[Any], Sequence[Tensor]]  # from a batch of inputs to tensors with one row a record
 
@@ -162,21 +161,6 @@ def _accepted_ids(run: Run, example: Any) -> list[int]:
     return limits
 
 
-@contextmanager
-def same_randomness(seed: int = 0) -> Iterator[None]:
-    """The same random state at every entry; afterwards the user's comes back."""
-    python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            np.random.seed(seed)
-            random.seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-
-
 # --- through the batch ----------------------------------------------------------------------------------------------
 
 
@@ -250,6 +234,7 @@ class _Trial:
         self._base = [probes.record("plain", 0), probes.record(probes.constant, 1)]
         self._alone: list[list[bool | None]] = []
         self._beside: Sequence[Tensor] = ()
+        self._generators = Generators.of(run)
 
     def judge(self) -> int:
         """The number of conditions that a run reads; raises ``DependentRecords`` where a record comes out differently."""
@@ -285,7 +270,7 @@ class _Trial:
 
     def _rows(self, inputs: Any) -> Sequence[Tensor]:
         """One run, always from the same random state; what it read is kept."""
-        with same_randomness():
+        with self._generators.repeated():
             if not self._watched:
                 return self._run(inputs)
             with _readings() as self._readings:
@@ -293,7 +278,7 @@ class _Trial:
 
     def _steady(self, inputs: Any) -> bool:
         """Whether rows do not depend on random draws."""
-        with same_randomness(seed=1):
+        with self._generators.repeated(seed=1):
             after = self._run(inputs)
         return all(map(_equal, after, self._beside))
 
@@ -336,7 +321,7 @@ def may_branch(run: Run, example: Any) -> bool:
         return [rows[0] for rows in run(pytree.tree_map_only(Tensor, lambda t: t[None], alone))]
 
     try:
-        with same_randomness(), torch.enable_grad(), plain_attention(), warnings.catch_warnings():
+        with Generators.of(run).repeated(), torch.enable_grad(), plain_attention(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a rule is slow does not matter here
             vmap(record, in_dims=(axes,), randomness="different")(inputs)
     except Exception as error:
@@ -368,7 +353,7 @@ class State:
     """
 
     def __init__(self, module: nn.Module, example: Any):
-        self._module, self._before = module, _contents(module)
+        self._module, self._before, self._generators = module, _contents(module), Generators.of(module)
         self._changed: set[tuple[str, str]] = set()
         probes = _Probes(example, RANGES[0])
         first = probes.record("plain", 0)
@@ -398,7 +383,7 @@ class State:
             )
 
     def _run(self, inputs: Any) -> Tensor:
-        with same_randomness(), torch.enable_grad():  # as in a pass
+        with self._generators.repeated(), torch.enable_grad():  # as in a pass
             return outputs_of(call(self._module, pytree.tree_map_only(Tensor, torch.clone, inputs))).detach()
 
     @property
@@ -468,6 +453,8 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, Tensor):
         return _equal(a, b)
+    if isinstance(a, torch.Generator):  # whose pickles differ though its states do not
+        return torch.equal(a.get_state(), b.get_state())
     if type(a) in (list, tuple, deque):
         return len(a) == len(b) and all(map(_same, a, b))
     if type(a) is dict:

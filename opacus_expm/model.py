@@ -10,7 +10,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from opacus_expm import _check
+from opacus_expm.randomness import Generators
 
 _PARALLEL = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, DataParallel)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -224,6 +225,17 @@ def synthetic_batch(example: Any, copies: int, seed: int) -> Any:
         return torch.cat([first, rest]).to(value)
 
     return pytree.tree_map(fake, example)
+
+
+@torch.no_grad()
+def draws_at_random(module: nn.Module, example: Any) -> bool:
+    """Whether a call of the module draws random numbers; of the example, only the shape is used."""
+    generators = Generators.of(module)
+    with generators.refreshed():
+        before = generators.states()
+        with suppress(IndexError, RuntimeError):  # if synthetic records cannot go through, a gatherer will say so
+            call(module, synthetic_batch(example, 2, seed=0))
+        return generators.drawn_since(before)
 
 
 @contextmanager

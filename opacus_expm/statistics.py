@@ -32,6 +32,7 @@ from opacus_expm.model import (
     check_module,
     compute_dtype,
     digest,
+    draws_at_random,
     exact_arithmetic,
     moved,
     ran_out_of_memory,
@@ -41,6 +42,7 @@ from opacus_expm.model import (
 )
 from opacus_expm.private_file import PassFile, read_private, write_private
 from opacus_expm.projection import Projection, PublicCurvature, Subspace
+from opacus_expm.randomness import Generators
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sums import (
     BOUNDS,
@@ -51,7 +53,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
-from opacus_expm.views import EachView, Views, check_each_alone, with_views
+from opacus_expm.views import EachView, Views, check_each_alone, with_own_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -310,6 +312,7 @@ class Workbench:
         self._recipe, self._subspace = subspace, subspace.build(self._layout.size, self._device, self._dtype)
         self._criterion, self._mode, self._samples = criterion, grad_sample_mode, curvature_samples
         self._pieces, self._progress, self._views = pieces, progress, views
+        self._generators = Generators.of(self._working, views, criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
 
     def check_curvature(self, max_curvature: float | None) -> None:
@@ -396,6 +399,8 @@ class Workbench:
         self, loader: DataLoader[Any], *, curvature: bool, joint_radius: float | None, ranks: Ranks
     ) -> Remembered:
         """One pass over this rank's private data that keeps every record's norms and, while they fit, quadratics.
+
+        Where they do not fit, the sums need another pass, in which random records have other norms. It clips by its own.
 
         **Privacy:** the result is private data.
         """
@@ -521,15 +526,16 @@ class Workbench:
         )
 
     def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
-        """One pass in exact arithmetic, from its beginning again in pieces of half the size whenever memory runs out.
+        """One pass in exact arithmetic and fresh randomness, again in pieces of half the size whenever memory runs out.
 
         Raises:
             RuntimeError: not even single records fit, or the pass cannot start again; says what needs less.
         """
+        generators = Generators.of(loader, self._generators.found)
         while True:
             size = self._pieces.padded(loader)
             try:
-                with exact_arithmetic():
+                with exact_arithmetic(), generators.refreshed():
                     return once()
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):
@@ -574,7 +580,7 @@ class Workbench:
             self._ready = (source if self._views is None else EachView(source), loss)
         whole: Batches = itertools.chain([first], stream)
         if self._views is not None:
-            whole = itertools.starmap(functools.partial(with_views, self._views), whole)
+            whole = itertools.starmap(functools.partial(with_own_views, self._views, self._generators), whole)
         return (*self._ready, whole)
 
 
@@ -636,6 +642,8 @@ def _row_source(
     if grad_sample_mode == "functorch":
         return functional_for(module, layout, projection, example, restore=state.restore)
     try:
+        if draws_at_random(module, example):
+            raise HooksCannotServe("the model draws random numbers, and every record needs numbers of its own")
         return hooks_for(module, layout, projection, example, restore=state.restore)
     except HooksCannotServe as reason:
         if grad_sample_mode == "hooks":

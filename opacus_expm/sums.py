@@ -51,7 +51,7 @@ class Sensitivity:
         max_grad_norm: C_g.
         max_curvature: C_H; 0 where no private curvature is used.
         parallel: every record's g_i is parallel to the only row of B_i (one output, two classes, or k = 1), which
-            narrows the range.
+            narrows the range; a single batch of other records widens it for all.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         joint_radius: the radius R for which gradient and curvature were clipped jointly, None for separate bounds.
     """
@@ -205,12 +205,14 @@ class ClippedSums(PrivateValues):
             raise ValueError("these are no sums") from error
 
     def plus(self, other: ClippedSums) -> ClippedSums:
-        """The sums of the records of both, which were clipped alike."""
+        """The sums of the records of both, which were clipped alike; what is public holds for the records of both."""
         both = self.curvature is not None and other.curvature is not None
         return replace(
             self,
             gradient=self.gradient + other.gradient,
             curvature=self.curvature + other.curvature if both else None,  # type: ignore[operator]
+            parallel=self.parallel and other.parallel,
+            rank=max(self.rank, other.rank),
         )
 
     def __repr__(self) -> str:
@@ -415,7 +417,7 @@ class ClippedAdder:
         self._bounds, self._joint_radius = (max_grad_norm, max_curvature), joint_radius
         self._g = None if start is None else start.gradient.clone()
         self._s = None if start is None or start.curvature is None else SymmetricSum.starting_at(start.curvature)
-        self._parallel = start is not None and start.parallel
+        self._parallel = start is None or start.parallel  # until a batch says otherwise
         self._rank = 0 if start is None else start.rank
 
     def add(self, records: RecordQuadratics) -> None:
@@ -432,8 +434,8 @@ class ClippedAdder:
             if self._s is None:
                 self._s = SymmetricSum(b.shape[1], b.device)
             self._s.add(b)
-            self._rank = min(records.factors.shape[1:])
-        self._parallel = records.parallel
+            self._rank = max(self._rank, min(records.factors.shape[1:]))
+        self._parallel = self._parallel and records.parallel
 
     def result(self) -> ClippedSums:
         """G and S so far."""

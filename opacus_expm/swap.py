@@ -30,6 +30,9 @@ round only its ``forward`` is replaced, and computes without a graph, so that no
 data. Private batches run through a copy in evaluation mode that shares the parameters: no buffer or attribute of the module
 ever depends on them. Copies and pickles of the module are ordinary modules at all times.
 
+Batches are read, and private ones run through the module, with fresh randomness (``opacus_expm.randomness``). The rest of
+the script draws from its own generators, which no record moves.
+
 **Privacy:** the loop releases what ``make_private_expm(..., rounds=T)`` does, and nothing else. Losses of private records
 are not even computed. Outputs are, for the script's own use and at the price of one more forward pass: like the records
 themselves they must not leave.
@@ -44,6 +47,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -58,6 +62,7 @@ from opacus_expm import _check, data
 from opacus_expm._private import PrivateValues
 from opacus_expm.criteria import make_criterion
 from opacus_expm.model import check_module
+from opacus_expm.randomness import Generators, freshly
 from opacus_expm.statistics import Statistics
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -282,7 +287,7 @@ class Training(PrivateValues):
         self._begun_at = _fingerprint(module)
         self._number = 0
         self._epoch: _Epoch | None = None
-        self._copy: nn.Module | None = None
+        self._copy: tuple[nn.Module, Generators] | None = None
         self._ended: str | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._forward = _Forward(self)
@@ -368,10 +373,13 @@ class Training(PrivateValues):
             if private or self.module.training:
                 if self._copy is None:
                     shared: dict[int, Any] = {id(p): p for p in self.module.parameters()}
-                    self._copy = copy.deepcopy(self.module, shared).eval()
+                    duplicate = copy.deepcopy(self.module, shared).eval()
+                    self._copy = duplicate, Generators.of(duplicate)
+                duplicate, generators = self._copy
                 # A layer that works in place must not change the batch.
                 own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
-                result = self._copy.forward(*own_args, **own_kwargs)
+                with generators.refreshed() if private else nullcontext():
+                    result = duplicate.forward(*own_args, **own_kwargs)
             else:
                 result = self._forward.plain(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -762,12 +770,12 @@ def _known_batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, list[tuple[Te
     """Every batch, its tensors with their versions, and whether it is the last one."""
     if data.dataset_size(loader) is not None:
         total = len(loader)
-        for number, batch in enumerate(loader, start=1):
+        for number, batch in enumerate(freshly(loader), start=1):
             yield batch, _with_versions(batch), number == total
         return
     # Iterable data sets do not tell: one batch is taken ahead.
     held: tuple[Any, list[tuple[Tensor, int]]] | None = None
-    for batch in loader:
+    for batch in freshly(loader):
         if held is not None:
             yield *held, False
         held = batch, _with_versions(batch)
@@ -783,6 +791,6 @@ def _copy_into(parameters: dict[str, nn.Parameter], values: Mapping[str, Tensor]
 
 
 def _one_batch(batch: tuple[Any, Tensor]) -> DataLoader[Any]:
-    """A loader of a single batch that leaves torch's global random state alone."""
+    """A loader of a single batch."""
     one: Any = [batch]
-    return DataLoader(one, batch_size=None, collate_fn=data.as_it_is, generator=torch.Generator())
+    return DataLoader(one, batch_size=None, collate_fn=data.as_it_is)

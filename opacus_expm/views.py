@@ -11,7 +11,8 @@ Smith, Balle 2022, *Unlocking high-accuracy differentially private image classif
 To the sums a record with views is a short sequence with the same target at every place.
 
 **Privacy:** that of the record itself: the mean is clipped after it was taken, so one record moves the sums by no more than
-without views. It needs that the views of a record depend on that record alone (and on randomness of their own).
+without views. It needs that the views of a record depend on that record alone, and on randomness of their own: a function
+that draws random numbers is called for one record after the other (``opacus_expm.randomness``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from opacus_expm.independence import DependentRecords, check_mixing, may_branch
+from opacus_expm.model import take
+from opacus_expm.randomness import Generators
 from opacus_expm.sums import RowSource
 
 Views = Callable[[Any], Sequence[Any]]
@@ -60,6 +63,20 @@ def with_views(views: Views, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]
             raise ValueError(f"views must give {wanted}, got tensors of another length or of several shapes")
         stacked.append(torch.stack(seen, dim=1))
     return pytree.tree_unflatten(stacked, structure), torch.stack([targets] * len(found), dim=1)
+
+
+def with_own_views(views: Views, generators: Generators, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+    """``with_views``, for each record by itself where numbers are drawn: records must not share what is drawn for one."""
+    before = generators.states()
+    together = with_views(views, inputs, targets)
+    if not generators.drawn_since(before):
+        return together
+    alone = [with_views(views, take(inputs, slice(i, i + 1)), targets[i : i + 1])[0] for i in range(len(targets))]
+    shapes = {tuple(leaf.shape for leaf in pytree.tree_leaves(view) if isinstance(leaf, Tensor)) for view in alone}
+    if len(shapes) > 1:
+        raise ValueError("views must give tensors of one shape for every record, got several; resize them to one")
+    joined = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *alone)
+    return joined, together[1]
 
 
 def check_each_alone(views: Views, example: Any) -> None:

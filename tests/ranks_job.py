@@ -290,6 +290,25 @@ def resumed(rank, directory):
     }
 
 
+class Noisy(Records):
+    """Records with noise, which is noted."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        noise = torch.rand(FEATURES, dtype=torch.float64)
+        self.noise = [*getattr(self, "noise", []), *noise.tolist()]
+        return x + noise, y
+
+
+def augmented(rank, directory):
+    """Noisy records, in a job that seeds every rank alike."""
+    dataset, model = Noisy(), make_model()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    ExpMQuadEngine().gather(model, loader(dataset), DIM, **GOOD)
+    return {"noise": dataset.noise, "left alone": torch.equal(torch.get_rng_state(), before)}
+
+
 def alone(rank, directory):
     """One rank works on its own, without the other."""
     if rank == 1:

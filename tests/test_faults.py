@@ -7,9 +7,11 @@ and the same call, made again, gives what it gives without the fault.
 import contextlib
 import copy
 import gc
+import inspect
 import itertools
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -24,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, suggest
+from opacus_expm import ExpMQuadEngine, randomness, suggest
 from opacus_expm.accountant import ExpMAccountant, Purchase, Release
 from opacus_expm.criteria import CrossEntropy
 from opacus_expm.ledger import LedgerFile
@@ -82,7 +84,9 @@ def global_state():
         torch.backends.mha.get_fastpath_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_grad_enabled(),
+        torch.get_rng_state().numpy().tobytes(),
         np.random.get_state()[1].tobytes(),
+        random.getstate(),
     )
 
 
@@ -242,13 +246,16 @@ def some_of(places, points):
 
 
 # What a context manager does on its way out cannot be made safe from an interrupt in these very lines. They only set back
-# torch's flags, and give up what is left of a plan. A "with" is passed twice when traced, the second time before its
-# exit, where no signal can come.
-CLEANUP = ("torch.backends", "plan.end()", "self._admission.end()", "self._open = []", "with ")
+# torch's flags and the states of generators, and give up what is left of a plan. A "with" is passed twice when traced, the
+# second time before its exit, where no signal can come.
+CLEANUP = ("torch.backends", "_set_states(", "plan.end()", "self._admission.end()", "self._open = []", "with ")
+SET_BACK, _START = inspect.getsourcelines(randomness._set_states)
 
 
 def is_cleanup(place):
     file, number = place
+    if file == "randomness.py" and _START <= number < _START + len(SET_BACK):
+        return True
     line = (Path(PACKAGE) / file).read_text().splitlines()[number - 1].strip()
     return line.startswith(CLEANUP) or line in ("yield", "finally:")
 

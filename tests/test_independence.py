@@ -253,8 +253,11 @@ class NothingToSay(Wrapped):
 
 def test_random_models_are_not_taken_for_dependent_ones():
     with pytest.warns(UserWarning, match="model changes trace in") as said:
-        sums(NothingToSay(), records(), grad_sample_mode="hooks")
+        sums(NothingToSay(), records(), grad_sample_mode="functorch")
     assert len(said) == 1
+    check_mixing(outputs_alone(NothingToSay().eval()), torch.zeros(1, FEATURES), branches=False)
+    with pytest.raises(DependentRecords):
+        check_mixing(outputs_alone(Rescaled().eval()), torch.zeros(1, FEATURES), branches=True)
 
 
 @pytest.mark.parametrize("model", [NothingToSay, Rescaled, Counting])

@@ -41,6 +41,7 @@ from opacus_expm import (
     sampling,
     statistics,
     sums,
+    swap,
 )
 from opacus_expm import records as named
 from opacus_expm._tables import markdown
@@ -49,6 +50,8 @@ from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.density import BallGaussian
 from opacus_expm.plans import Admission, PlannedEvent
+from opacus_expm.randomness import Generators
+from opacus_expm.views import with_views
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -363,6 +366,87 @@ def loaders_that_repeat_are_refused():
     assert refused
 
 
+class Flipped(Dataset):
+    """Records (±1, y) with a sign that is drawn when they are read."""
+
+    def __init__(self, y):
+        self.y = y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return torch.rand(1, dtype=torch.float64).sub(0.5).sign(), self.y[index]
+
+
+def _pull_of_the_signs(read, **options):
+    """Σ over 40 records whose targets are the signs that the script's seed gives to whoever reads them: ±40 if it does."""
+    nothing = torch.zeros(40, 1, dtype=torch.float64)
+    torch.manual_seed(0)
+    signs = torch.cat([x for x, _ in DataLoader(Flipped(nothing), batch_size=32, **options)])
+    torch.manual_seed(0)
+    return abs(float(read(DataLoader(Flipped(signs), batch_size=32, **options))))
+
+
+def _gathered(loader):
+    model, _ = _line([1.0], [0.0])
+    torch.manual_seed(0)
+    options = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    return ExpMQuadEngine().gather(model, loader, None, **options).sums.gradient
+
+
+def _read_in_a_loop(loader):
+    model, _ = _line([1.0], [0.0])
+    *_, private = ExpMQuadEngine().make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        target_epsilon=1.0,
+        target_delta=0.0,
+        epochs=1,
+        **{name: value for name, value in LINE.items() if name != "epsilon"},
+    )
+    torch.manual_seed(0)
+    return sum(x @ y for batch in private for x, y in zip(*batch, strict=True))
+
+
+def _constant(worker_id):
+    torch.manual_seed(0)
+
+
+def a_seed_does_not_tell_what_is_drawn_for_the_records():
+    assert _pull_of_the_signs(_gathered) < 40, "one more record would move them all"
+
+
+def a_seed_does_not_tell_what_is_drawn_in_workers():
+    assert _pull_of_the_signs(_gathered, num_workers=1, worker_init_fn=_constant) < 40
+
+
+def a_seed_does_not_tell_what_is_drawn_in_a_loop():
+    assert _pull_of_the_signs(_read_in_a_loop) < 40
+
+
+def _stretched_together(x):
+    return [x * torch.rand(())]
+
+
+def records_do_not_share_what_is_drawn():
+    """Each batch adds up to nothing unless its records are stretched by numbers of their own."""
+    model, loader = _line([1.0] * 64, [0.1, -0.1] * 32)
+    options = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    found = ExpMQuadEngine().gather(model, loader, None, views=_stretched_together, **options)
+    assert abs(float(found.sums.gradient)) > 1e-9, "one more record would move the borders of all batches"
+
+
+def the_widest_batch_decides():
+    """A batch of two rows a record, and then one of a single row: the range is that of two rows."""
+    rows = torch.eye(2, dtype=torch.float64)
+    adder = sums.ClippedAdder(1.0, 1.0)
+    for count in (2, 1):
+        adder.add(sums._finite_only(rows[:1], rows[None, :count], parallel=count == 1))
+    assert not adder.result().parallel
+
+
 class _Doing(nn.Module):
     """A linear model that does something to its batch first."""
 
@@ -548,6 +632,16 @@ def _unclipped(which):
 def _narrow_width(patch):
     original = sums.ClippedAdder.result
     patch.setattr(sums.ClippedAdder, "result", lambda self: dataclasses.replace(original(self), parallel=True))
+
+
+def _width_of_the_last_batch(patch):
+    original = sums.ClippedAdder.add
+
+    def add(self, records):
+        original(self, records)
+        self._parallel = records.parallel
+
+    patch.setattr(sums.ClippedAdder, "add", add)
 
 
 def _one_records_worth(patch):
@@ -771,6 +865,25 @@ def _error_for_a_record(patch):
     patch.setattr(sums, "_finite_only", strict)
 
 
+def _seeded_records(patch):
+    patch.setattr(Generators, "refreshed", lambda self, *_: contextlib.nullcontext())
+
+
+def _seeded_workers(patch):
+    patch.setattr(data, "FreshWorker", lambda own, collate_fn: own)
+
+
+def _seeded_loop(patch):
+    patch.setattr(swap, "freshly", iter)
+
+
+def _shared_draws(patch):
+    def together(views, generators, inputs, targets):
+        return with_views(views, inputs, targets)
+
+    patch.setattr(statistics, "with_own_views", together)
+
+
 def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
@@ -826,6 +939,7 @@ DEFECTS = (
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
     Defect("curvature not clipped", _unclipped("curvature_norms"), audit_of_the_extremal_pair),
     Defect("the narrow width W₁ where W* is due", _narrow_width, audit_of_the_extremal_pair),
+    Defect("the width of the last batch for all", _width_of_the_last_batch, the_widest_batch_decides),
     Defect("no factor two for replace-one", _one_records_worth, audit_of_the_extremal_pair_replace_one),
     Defect("Lipschitz constant without R·C_H", _no_curvature_in_lipschitz, audit_of_the_gaussian_claim),
     Defect("sampler accepts without the tilt", _no_tilt_in_acceptance, law_of_the_draws),
@@ -838,6 +952,10 @@ DEFECTS = (
     Defect("BatchNorm in training mode", _training_mode, audit_of_a_model_with_batchnorm),
     Defect("float32 sums under autocast", _float32_sums_under_autocast, audit_under_autocast),
     Defect("noise from the global seed", _global_seed, noise_of_the_operating_system),
+    Defect("records drawn by the script's seed", _seeded_records, a_seed_does_not_tell_what_is_drawn_for_the_records),
+    Defect("workers keep the script's seed", _seeded_workers, a_seed_does_not_tell_what_is_drawn_in_workers),
+    Defect("a loop's records drawn by its seed", _seeded_loop, a_seed_does_not_tell_what_is_drawn_in_a_loop),
+    Defect("one draw for the views of a batch", _shared_draws, records_do_not_share_what_is_drawn),
     Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),

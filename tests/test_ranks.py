@@ -34,6 +34,7 @@ TOGETHER = (
     "raises",
     "budget",
     "resumed",
+    "augmented",
     "alone",
     "killed",  # ends rank 1, so it comes last
 )
@@ -211,6 +212,13 @@ def test_an_interrupted_pass_goes_on_where_each_rank_was(seen):
     assert first["after"] == [0, 2, 4, 6]  # complete: a batch to see the shape of a record, and no pass
     assert second["before"] == list(range(1, 21, 2))  # two whole batches were kept
     assert second["after"] == list(range(17, job.RECORDS, 2))
+
+
+def test_every_rank_draws_randomness_of_its_own_for_its_records(seen):
+    """A seed that all ranks share would give the records of one rank the noise of another's."""
+    first, second = (found["noise"] for found in seen["augmented"])
+    assert len({*first, *second}) == len(first) + len(second) == job.RECORDS * job.FEATURES
+    assert all(found["left alone"] for found in seen["augmented"])
 
 
 def test_one_rank_may_work_alone(seen):

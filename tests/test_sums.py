@@ -804,6 +804,51 @@ def test_which_shapes_have_the_narrow_width(name):
         assert bool(torch.allclose(h, along, rtol=1e-9, atol=1e-12)) is shape.parallel
 
 
+def _one_row(parallel):
+    """A batch of one record: its only row along the gradient, or two rows."""
+    rows = 3.0 * np.eye(2)[None, : 1 if parallel else 2]
+    return _records(rows[:, 0], rows, parallel=parallel)
+
+
+def _added(kinds, start=None):
+    adder = ClippedAdder(C_G, C_H, start=start)
+    for parallel in kinds:
+        adder.add(_one_row(parallel))
+    return adder.result()
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True), (False, False)])
+def test_one_batch_without_the_narrow_width_is_enough(kinds):
+    """The narrow width is right only if it is for every record, in whatever batch and part of the pass it is."""
+    first, second = kinds
+    parts = _added([first]), _added([second])
+    for found in (_added(kinds), _added([second], start=parts[0]), parts[0].plus(parts[1])):
+        assert found.parallel is (first and second)
+        assert found.rank == (1 if first and second else 2)
+        assert found.sensitivity("add_remove") == Sensitivity(C_G, C_H, first and second, "add_remove")
+    narrow, wide = (Sensitivity(C_G, C_H, parallel, "add_remove").width(10.0) for parallel in (True, False))
+    assert narrow < wide
+    assert _added([], start=parts[0]).parallel is first
+
+
+def test_a_model_whose_later_batches_have_more_outputs_has_the_wide_range():
+    """The same through a whole pass, whose batches have one output, two, and one again."""
+    narrow, wide = (rows_of(case, torch.float64) for case in ("mlp-bce", "linear-mse"))
+
+    class Both:
+        def __init__(self):
+            self.sources = iter((narrow, wide, narrow))
+
+        def outputs_and_pullback(self, inputs):
+            return next(self.sources).outputs_and_pullback(inputs)
+
+    x = make_data("linear-mse", torch.float64, 4, seed=1)[0]
+    batches = [(x, torch.zeros(4, outputs, dtype=torch.float64)) for outputs in (1, 2, 1)]
+    found = clipped_sums(Both(), MeanSquaredError(), batches, max_grad_norm=C_G, max_curvature=C_H)
+    assert found.parallel is False
+    assert found.rank == 2
+
+
 def test_sensitivity_wants_a_known_adjacency():
     held = ClippedSums(torch.zeros(2), None, 1.0, 0.0, False)
     with pytest.raises(ValueError, match="adjacency must be one of 'add_remove', 'replace_one', got 'add'"):

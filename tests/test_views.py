@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import Candidate, ExpMQuadEngine, audit, suggest
+from opacus_expm.randomness import Generators
 from opacus_expm.suggestion import default_candidates
-from opacus_expm.views import EachView, pixel_shifts, with_views
+from opacus_expm.views import EachView, pixel_shifts, with_own_views, with_views
 
 RECORDS, FEATURES, OUTPUTS, DIM = 9, 4, 3, 5
 LOSSES = {"cross-entropy": nn.CrossEntropyLoss(), "mse": nn.MSELoss()}
@@ -67,6 +68,45 @@ def test_the_sum_is_that_of_clipped_means(mode, loss, bound):
     torch.testing.assert_close(found.sums.gradient, expected, rtol=1e-6, atol=1e-7)
     plain = gather(model, x, y, views=None, loss=loss, grad_sample_mode=mode, max_grad_norm=bound).sums.gradient
     assert (plain - expected).norm() > 0.05 * expected.norm()
+
+
+def test_views_that_draw_are_called_for_one_record_after_the_other():
+    """Of a batch as they come and then record by record, each with numbers of its own; others once for a batch."""
+    sizes = []
+
+    def shifted(inputs):
+        sizes.append(len(inputs))
+        return [inputs, inputs + torch.rand(())]
+
+    x, y = torch.zeros(5, 2), torch.zeros(5)
+    seen, repeated = with_own_views(shifted, Generators.of(), x, y)
+    assert sizes == [5, 1, 1, 1, 1, 1]
+    assert seen.shape == (5, 2, 2)
+    assert repeated.shape == (5, 2)
+    assert torch.equal(seen[:, 0], x)
+    assert len(seen[:, 1].unique()) == 5
+    calls = []
+    seen, _ = with_own_views(lambda inputs: calls.append(1) or [inputs, -inputs], Generators.of(), x, y)
+    assert len(calls) == 1
+
+
+def test_views_of_a_random_size_are_refused():
+    def cropped(inputs):
+        return [inputs[:, : int(next(sizes))] * torch.rand(())]
+
+    sizes = iter((2, 1, 2))
+    with pytest.raises(ValueError, match="views must give tensors of one shape for every record, got several"):
+        with_own_views(cropped, Generators.of(), torch.zeros(2, 2), torch.zeros(2))
+
+
+def test_random_views_of_mappings_keep_what_is_no_tensor():
+    inputs = {"a": torch.zeros(3, 2), "flag": True}
+    seen, _ = with_own_views(
+        lambda i: [i, {**i, "a": i["a"] + torch.rand(())}], Generators.of(), inputs, torch.zeros(3)
+    )
+    assert seen["flag"] is True
+    assert seen["a"].shape == (3, 2, 2)
+    assert len(seen["a"][:, 1].unique()) == 3
 
 
 def test_one_view_is_the_record_itself():
