@@ -26,7 +26,7 @@ import opacus_expm
 from opacus_expm import ExpMQuadEngine, compare, make_private_expm, suggest
 from opacus_expm._private import PrivateValues
 from opacus_expm.comparison import Comparison
-from opacus_expm.sampling import Exact, _Tilted
+from opacus_expm.sampling import Exact, _Conditional, _Tilted
 from opacus_expm.suggestion import Candidate
 from opacus_expm.sums import ClippedAdder
 from opacus_expm.tasks import Task
@@ -117,6 +117,7 @@ class Secrets:
         after(opacus_expm.engine, "private_quantile", scores)
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
+        after(_Conditional, "accepted", acceptance)
 
     def in_text(self, text):
         """Tokens that are a private number, rounded or cut off."""

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -145,6 +145,36 @@ def law_of_the_draws():
         cdf = np.concatenate([[0.0], np.cumsum((mass[1:] + mass[:-1]) / 2 * np.diff(grid[:, 0]))])
         draws = engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 20_000)[:, 0]
         assert stats.kstest(draws, lambda x, g=grid[:, 0], c=cdf: np.interp(x, g, c)).pvalue > 1e-3
+
+
+def law_of_draws_on_a_stiff_edge():
+    """The distance to the edge of draws that are pulled along it, against quadrature."""
+    w, b = np.array([0.0, 1e5]), np.array([200.0, 9.9e4])
+    stiff = np.linspace(0.9, 1.0, 2001)[:, None]
+    distance = np.linspace(0.0, 0.2, 2001)
+    soft = np.sqrt(1 - stiff**2) - distance
+    mass = np.exp(b[0] * soft - 0.5 * w[1] * (stiff - b[1] / w[1]) ** 2) * (np.abs(soft) <= np.sqrt(1 - stiff**2))
+    cdf = integrate.cumulative_trapezoid(mass.sum(0), distance, initial=0.0)
+    draws = engine.SAMPLERS["exact"].sample(BallGaussian(w, b, 1.0), np.random.default_rng(0), 20_000)
+    found = np.sqrt(1 - draws[:, 1] ** 2) - draws[:, 0]
+    assert stats.kstest(found, lambda x: np.interp(x, distance, cdf / cdf[-1])).pvalue > 1e-3
+
+
+def draws_end_soon():
+    """Fifty draws from a density that is singular and stiff, of which most proposals should serve."""
+    made = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (sampling._Tilted, sampling._Conditional):
+
+            def counting(self, generator, rows, original=kind.accepted):
+                nonlocal made
+                made += rows
+                assert made <= 1000, "the draw does not end"
+                return original(self, generator, rows)
+
+            patch.setattr(kind, "accepted", counting)
+        density = BallGaussian(np.array([0.0, 1e8]), np.array([6000.0, 2.8e7]), 1.0)
+        engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 50)
 
 
 def releases_stay_in_the_ball():
@@ -282,6 +312,15 @@ def _no_truncation(patch):
         return self._mean + self._scale * generator.standard_normal((rows, self._scale.size))
 
     patch.setattr(sampling._Tilted, "accepted", accepted)
+
+
+def _second_tilt_forgotten(patch):
+    of = sampling._Conditional.of
+    patch.setattr(sampling._Conditional, "of", lambda density: dataclasses.replace(of(density), extra_tilt=0.0))
+
+
+def _no_second_tilt(patch):
+    patch.setattr(sampling, "_extra_tilt", lambda *_: 0.0)
 
 
 def _likelier_of_two(patch):
@@ -429,6 +468,8 @@ DEFECTS = (
     Defect("Lipschitz constant without R·C_H", _no_curvature_in_lipschitz, audit_of_the_gaussian_claim),
     Defect("sampler accepts without the tilt", _no_tilt_in_acceptance, law_of_the_draws),
     Defect("no truncation to the ball", _no_truncation, releases_stay_in_the_ball),
+    Defect("a second tilt that is not taken back", _second_tilt_forgotten, law_of_draws_on_a_stiff_edge),
+    Defect("a proposal that accepts hardly anything", _no_second_tilt, draws_end_soon),
     Defect("the likelier of two draws is released", _likelier_of_two, law_of_the_draws),
     Defect("a batch counted twice", _last_batch_twice, audit_of_a_record_against_the_others),
     Defect("copies that fill up a batch are counted", _fill_is_counted, audit_of_a_record_against_the_others),
