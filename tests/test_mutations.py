@@ -19,7 +19,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, statistics, sums
+from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, secure, statistics, sums
 from opacus_expm.accountant import ExpMAccountant, Purchase
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
@@ -177,6 +177,15 @@ def draws_end_soon():
         engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 50)
 
 
+def secure_normals_leave_no_gaps():
+    """Eight standard deviations out normals still differ where U does by a share of 2⁻³⁴, and by less than the grid."""
+    low = np.arange(64, dtype=np.uint64) << np.uint64(44)
+    found = secure.normals(np.stack([np.full_like(low, 2**14), low], axis=1))
+    steps = np.diff(np.sort(found))
+    assert np.all(steps > 0)
+    assert np.all(steps < secure.GRID)
+
+
 def releases_stay_in_the_ball():
     model, loader = _line([1.0], [0.0])
     for _ in range(40):
@@ -321,6 +330,10 @@ def _second_tilt_forgotten(patch):
 
 def _no_second_tilt(patch):
     patch.setattr(sampling, "_extra_tilt", lambda *_: 0.0)
+
+
+def _uniforms_of_53_bits(patch):
+    patch.setattr(secure, "uniforms", lambda words, bits=64: ((words[:, 0] >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
 def _likelier_of_two(patch):
@@ -470,6 +483,7 @@ DEFECTS = (
     Defect("no truncation to the ball", _no_truncation, releases_stay_in_the_ball),
     Defect("a second tilt that is not taken back", _second_tilt_forgotten, law_of_draws_on_a_stiff_edge),
     Defect("a proposal that accepts hardly anything", _no_second_tilt, draws_end_soon),
+    Defect("secure normals from uniforms of 53 bits", _uniforms_of_53_bits, secure_normals_leave_no_gaps),
     Defect("the likelier of two draws is released", _likelier_of_two, law_of_the_draws),
     Defect("a batch counted twice", _last_batch_twice, audit_of_a_record_against_the_others),
     Defect("copies that fill up a batch are counted", _fill_is_counted, audit_of_a_record_against_the_others),

@@ -10,17 +10,27 @@ import math
 import random as python_random
 import warnings
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
+from scipy.special import ndtri
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, sampling
 from opacus_expm.density import BallGaussian
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, noise_source, truncated_normal
-from opacus_expm.secure import FixedWork, SystemNoise, proposals_needed
+from opacus_expm.secure import (
+    FAILURE_PROBABILITY,
+    GRID,
+    FixedWork,
+    SystemNoise,
+    normals,
+    proposals_needed,
+    uniforms,
+)
 
 DRAWS = 4000
 THRESHOLD = 1e-3
@@ -603,6 +613,102 @@ def test_explicit_generators():
 
 
 # --- secure mode ----------------------------------------------------------------------------------------------------
+
+
+def _all_words(bits):
+    """Every pair of words of so many bits."""
+    pairs = itertools.product(range(2**bits), repeat=2)
+    return np.array(list(pairs), dtype=np.uint64)
+
+
+def _split(numbers, bits=64):
+    """Integers of 2·bits bits as pairs of words."""
+    return np.array([divmod(int(n), 2**bits) for n in numbers], dtype=np.uint64)
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_uniforms_of_all_words_are_the_midpoints_of_all_cells(bits):
+    found = uniforms(_all_words(bits), bits)
+    np.testing.assert_array_equal(found, (np.arange(4**bits) + 0.5) / 4**bits)
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_normals_of_all_words_have_the_normal_law(bits):
+    """Each quantile once on each side: the law is Φ up to half a word's mass, also relative to the tail."""
+    found = np.sort(normals(_all_words(bits), bits))
+    cells = 4**bits
+    np.testing.assert_array_equal(found, -found[::-1])
+    np.testing.assert_allclose(stats.norm.cdf(found[: cells // 2]), (np.arange(cells // 2) + 0.5) / cells, rtol=1e-12)
+
+
+def _mass_below(p):
+    """The probability of U < p: all words counted, by bisection, because U grows with its words."""
+    low, high = 0, 2**128
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if uniforms(_split([middle]))[0] < p else (low, middle)
+    return Fraction(low, 2**128)
+
+
+@pytest.mark.parametrize("x", [1e-17, 0.1, 1.0, 20.0, 37.0, 40.0, 52.0, 67.0])
+def test_an_acceptance_has_its_probability_far_into_the_tail(x):
+    p = math.exp(-x)
+    assert float(abs(_mass_below(p) / Fraction(p) - 1)) < 2.0**-30
+    if x > 37.0:  # a uniform of 53 bits, at the midpoints of its cells, is never below
+        assert p < 0.5 * 2.0**-53
+
+
+def test_uniforms_are_precise_relative_to_their_size():
+    """Against integers: with every number of leading zeros, the first bits and the last ones."""
+    random = python_random.Random(0)
+    numbers = [random.getrandbits(128) >> zeros for zeros in range(128) for _ in range(20)]
+    numbers += [2**128 - 1, 2**127, 2**64 - 1, 2**64, 1, 0]
+    for number, found in zip(numbers, uniforms(_split(numbers)), strict=True):
+        exact = Fraction(2 * number + 1, 2**129)
+        assert abs(Fraction(float(found)) / exact - 1) <= Fraction(1, 2**52)
+
+
+def test_normals_lie_closer_than_the_grid_wherever_there_is_mass():
+    """All 127 bits of U count; the steps between words that follow each other are below the grid down to 2⁻⁹⁷."""
+    for power in range(1, 98):
+        size = 2.0**-power * 0.9
+        first = int(Fraction(size) * 2**128)
+        run = first + np.arange(64, dtype=object)
+        steps = -np.diff(normals(_positive(run)))
+        assert np.all(steps >= 0)
+        assert np.max(steps) < GRID / 8
+        # and a step of relative size 2⁻⁴⁰ is seen, so that the variates do not stand still
+        moved = normals(_positive([first, first + max(1, first >> 40)]))
+        assert moved[0] != moved[1]
+
+
+def _positive(numbers):
+    """Words whose U is number·2⁻¹²⁸, for numbers below 2¹²⁷, and whose sign is positive."""
+    words = _split(numbers)
+    words[:, 0] = (words[:, 0] << np.uint64(1)) | np.uint64(1)
+    return words
+
+
+def test_uniforms_of_53_bits_would_leave_gaps_in_the_grid():
+    """The power of the test above, and the size of the defect: at k = 400 outputs with a mass above 1e-9 have gaps."""
+    k = 400
+    size = 2.0 ** -np.arange(1, 53)
+    gaps = (ndtri(size + 2.0**-53) - ndtri(size)) / math.sqrt(k)  # a flat density: every coordinate is N(0, 1/k)
+    coarse = size[gaps > GRID].max()
+    assert 2 * coarse * k > 1e-9
+    assert gaps[-1] > 1e3 * GRID
+
+
+@pytest.mark.parametrize(("k", "reach"), [(1, 1.0), (400, 1e4), (10_000, 1e10)])
+def test_failures_and_tails_are_within_what_the_ledger_carries(k, reach):
+    """At three times the reach, as the sums are cut off there."""
+    proposals = proposals_needed(k, reach)
+    acceptance = 1 / math.sqrt(2 * math.pi * (k + 3 * reach))
+    failure = math.exp(proposals * math.log1p(-acceptance))
+    tails = proposals * (k + 1) * 2.0**-96
+    assert failure + tails < 0.1 * FAILURE_PROBABILITY
+    # with half as many proposals it would not hold
+    assert math.exp(proposals / 2 * math.log1p(-acceptance)) > FAILURE_PROBABILITY
 
 
 def test_system_noise_is_normal_and_uniform():
