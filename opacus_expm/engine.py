@@ -52,7 +52,7 @@ from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
-from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
+from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
 from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES
@@ -934,7 +934,7 @@ class ExpMQuadEngine:
             if self.secure_mode:
                 reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
                 fixed = FixedWork(proposals_needed(density.dim, reach))
-                coordinates = fixed.sample(density, SystemNoise())
+                coordinates = fixed.sample(within_reach(density, reach), SystemNoise())
             else:
                 coordinates = draw.sample(density, generator)[0]
         coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
@@ -1200,7 +1200,7 @@ class ExpMQuadEngine:
             raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
         return calibrate_within(
             allowance,
-            statistics.sums.sensitivity(adjacency),
+            statistics.sums.sensitivity(adjacency, projected=self.secure_mode),
             radius=radius,
             regularization=_ridge(statistics, radius, regularization),
             nominal_size=statistics.nominal_size,

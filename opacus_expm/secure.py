@@ -9,10 +9,18 @@ Outside secure mode the number of proposals a draw takes depends on the private 
 * the draw is rounded to a public grid of spacing R·2⁻²⁶, far coarser than float64's resolution, so that its last bits,
   which betray how it was computed, are gone.
 
-If no proposal is accepted the draw is ξ = 0. The tilted proposal accepts with probability at least
-1/√(2π(k + |b|R)) (the infimum over precisions and linear terms, found by numerical optimisation; the tests search
-again), and |b|R ≤ cRnC_g for n records, so with the factor 2 in M as a margin the probability of that is below δ_f
-whenever n ≤ 3N. A mechanism within total variation δ_f of an ε-DP one is (ε, (1+e^ε)δ_f)-DP: the ledger carries that δ.
+If no proposal is accepted the draw is ξ = 0. The tilted proposal accepts with probability at least 1/√(2π(k + |b|R))
+(the infimum over precisions and linear terms, found by numerical optimisation; the tests search again). So that this
+can be relied upon whatever the private number of records is, the gradient sum is projected onto the ball |G| ≤ 3N·C_g
+(``within_reach``): |b|R ≤ 3B, B = cRNC_g, and none of the M proposals is accepted with probability at most
+exp(−M/√(2π(k + 3B))) ≤ δ_f^{2/√3} < 5·10⁻¹⁸. With what the tails of the noise leave (``SystemNoise``) that is below
+δ_f. A mechanism within total variation δ_f of an ε-DP one is (ε, (1+e^ε)δ_f)-DP: the ledger carries that δ.
+
+The projection leaves the sums of up to 3N records as they are, and costs nothing in sensitivity: as a projection onto a
+convex set it moves two sums no further apart than they were, so that one record still changes the projected sum by a
+vector of at most its own length, and the curvature as before. All bounds on one record's influence hold for every such
+vector, with one exception: a gradient that is parallel to the only row of its Jacobian may be parallel no more. Secure
+mode therefore calibrates with ``Sensitivity.projected``.
 
 **Not covered:** the time of the pass over the data and of the eigendecomposition, memory access patterns, and the
 rounding inside floating-point arithmetic beyond what the grid hides.
@@ -22,7 +30,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +39,7 @@ from scipy.special import ndtri
 from opacus_expm.density import Array, BallGaussian
 
 FAILURE_PROBABILITY = 1e-15  # δ_f
+REACH = 3.0  # |b|R, in units of cRNC_g, to which linear terms are cut off
 GRID = 2.0**-26  # in units of R
 Words = NDArray[np.uint64]
 _CHUNK_ELEMENTS = 2**18
@@ -96,8 +105,18 @@ def normals(words: Words, bits: int = 64) -> Array:
 
 
 def proposals_needed(dim: int, linear_bound: float, failure_probability: float = FAILURE_PROBABILITY) -> int:
-    """M = ⌈2 ln(1/δ_f)·√(2π(k + B))⌉ for the public bound B on |b|R."""
+    """M = ⌈2 ln(1/δ_f)·√(2π(k + B))⌉ for linear terms with |b|R ≤ 3B; B is public."""
     return math.ceil(2 * math.log(1 / failure_probability) * math.sqrt(2 * math.pi * (dim + linear_bound)))
+
+
+def within_reach(density: BallGaussian, linear_bound: float) -> BallGaussian:
+    """The density with its linear term b projected onto |b|R ≤ 3B, for the public B = cRNC_g.
+
+    **Privacy:** of densities whose b = −cG, it is that of the sum G projected onto |G| ≤ 3N·C_g (module docstring).
+    """
+    length = float(np.linalg.norm(density.linear)) * density.radius
+    share = min(1.0, REACH * linear_bound / length) if length > 0 else 1.0
+    return replace(density, linear=share * density.linear)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,17 @@ def secure_normals_leave_no_gaps():
     assert np.all(steps < secure.GRID)
 
 
+def secure_draws_succeed_for_any_number_of_records():
+    """Far more records than the nominal size, with one pull: a draw that finds nothing, and is 0, is not covered."""
+    model, loader = _line([1.0] * 20_000, [10.0] * 20_000)
+    loader = DataLoader(loader.dataset, batch_size=5000)
+    bounds = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    private = ExpMQuadEngine(secure_mode=True)
+    gathered = private.gather(model, loader, None, nominal_size=1, **bounds)
+    drawn = [private.release(gathered, 10.0, 1.0, regularization=0.0).weight.item() for _ in range(40)]
+    assert all(drawn), "no proposal was accepted"
+
+
 def releases_stay_in_the_ball():
     model, loader = _line([1.0], [0.0])
     for _ in range(40):
@@ -336,6 +347,10 @@ def _uniforms_of_53_bits(patch):
     patch.setattr(secure, "uniforms", lambda words, bits=64: ((words[:, 0] >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
+def _any_reach(patch):
+    patch.setattr(engine, "within_reach", lambda density, bound: density)
+
+
 def _likelier_of_two(patch):
     original = sampling.Exact.sample
 
@@ -484,6 +499,7 @@ DEFECTS = (
     Defect("a second tilt that is not taken back", _second_tilt_forgotten, law_of_draws_on_a_stiff_edge),
     Defect("a proposal that accepts hardly anything", _no_second_tilt, draws_end_soon),
     Defect("secure normals from uniforms of 53 bits", _uniforms_of_53_bits, secure_normals_leave_no_gaps),
+    Defect("secure work for N records with n of them", _any_reach, secure_draws_succeed_for_any_number_of_records),
     Defect("the likelier of two draws is released", _likelier_of_two, law_of_the_draws),
     Defect("a batch counted twice", _last_batch_twice, audit_of_a_record_against_the_others),
     Defect("copies that fill up a batch are counted", _fill_is_counted, audit_of_a_record_against_the_others),

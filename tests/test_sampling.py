@@ -15,6 +15,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import integrate, stats
 from scipy.special import ndtri
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,7 +32,9 @@ from opacus_expm.secure import (
     normals,
     proposals_needed,
     uniforms,
+    within_reach,
 )
+from opacus_expm.sums import ClippedSums, utility_width
 
 DRAWS = 4000
 THRESHOLD = 1e-3
@@ -789,6 +793,102 @@ def test_secure_releases_of_different_data_consume_the_same_noise(monkeypatch):
         assert engine.get_epsilon(1e-9) <= 5.0
         assert not torch.equal(private.weight, model.weight)
     assert consumed[0].consumed == consumed[1].consumed > 1000
+
+
+# --- more records than the nominal size ---
+
+
+def _reached(gradient, bound):
+    """A gradient sum as the draw sees it: projected onto |G| ≤ 3·bound."""
+    return -within_reach(BallGaussian(np.zeros(len(gradient)), -np.asarray(gradient), 1.0), bound).linear
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1.0, 1.0)), min_size=1, max_size=6),
+    st.floats(1e-3, 1e3),
+)
+def test_linear_terms_are_cut_off_by_a_projection(pairs, bound):
+    gradient, record = np.array(pairs).T
+    found = _reached(gradient, bound)
+    assert np.linalg.norm(found) <= 3 * bound * (1 + 1e-12)
+    if np.linalg.norm(gradient) <= 3 * bound:
+        np.testing.assert_array_equal(found, gradient)
+    # one record moves it no further than the sum itself
+    moved = np.linalg.norm(_reached(gradient + record, bound) - found)
+    assert moved <= np.linalg.norm(record) * (1 + 1e-9) + 1e-12
+
+
+def test_a_projected_record_may_turn_and_is_covered_by_the_wider_bound():
+    """One record, g parallel to the only row of B, r = 2: its share of the projected sum has a utility wider than W₁."""
+    angles, grid = np.linspace(0, 2 * math.pi, 361), np.linspace(-1, 1, 401)
+    disc = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)
+    disc = disc[(disc**2).sum(1) <= 1]
+    widest = 0.0
+    for angle in angles:
+        others = 300.0 * np.array([math.cos(angle), math.sin(angle)])
+        share = _reached(others + np.array([1.0, 0.0]), 100.0) - _reached(others, 100.0)
+        widest = max(widest, np.ptp(disc @ share + disc[:, 0] ** 2))  # C_g = 1, C_H = 2, R = 1
+    facts = (torch.zeros(2), torch.zeros(2, 2), 1.0, 2.0, True)
+    plain = ClippedSums(*facts).sensitivity("add_remove").width(1.0)
+    wide = ClippedSums(*facts).sensitivity("add_remove", projected=True).width(1.0)
+    assert plain == pytest.approx(2.25)
+    assert wide == pytest.approx(1.5 * math.sqrt(3))
+    assert 1.03 * plain < widest <= wide
+
+
+def test_widths_of_projected_sums():
+    """W*, at most 2/√3 of W₁; nothing changes where gradients were not parallel, or in one dimension."""
+    ratios = []
+    for r in np.geomspace(0.01, 100, 2001):
+        g, h = torch.tensor([1.0, r], dtype=torch.float64)
+        ratios.append(float(utility_width(g, h, 1.0, parallel=False) / utility_width(g, h, 1.0, parallel=True)))
+    assert max(ratios) == pytest.approx(2 / math.sqrt(3), rel=1e-5)
+    for dim, parallel, joint, factor in ((3, True, 0.7, 2 / math.sqrt(3)), (3, False, 0.7, 1.0), (1, True, 0.7, 1.0)):
+        sums = ClippedSums(torch.zeros(dim), None, 1.3, 4 * 1.3 / 0.7, parallel, 0, joint)
+        widths = [sums.sensitivity("replace_one", projected=p).width(0.7) for p in (False, True)]
+        assert widths[1] == pytest.approx(widths[0] * factor)
+        lipschitz = [sums.sensitivity("replace_one", projected=p).lipschitz(0.7) for p in (False, True)]
+        assert lipschitz[0] == lipschitz[1]
+    one = ClippedSums(torch.zeros(1), None, 1.0, 2.0, True)
+    assert one.sensitivity("add_remove", projected=True).width(1.0) == pytest.approx(2.25)
+
+
+def _pulled(records, nominal_size):
+    """Statistics of records that all pull the same way, at C_g."""
+    x = torch.ones(records, 1, dtype=torch.float64)
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    engine = ExpMQuadEngine(secure_mode=True)
+    statistics = engine.gather(
+        model,
+        DataLoader(TensorDataset(x, 10 * x), batch_size=5000),
+        None,
+        criterion=torch.nn.MSELoss(),
+        max_grad_norm=1.0,
+        max_curvature=0.0,
+        nominal_size=nominal_size,
+    )
+    return engine, statistics
+
+
+def test_more_records_than_the_nominal_size_do_not_make_a_secure_draw_fail():
+    """Twenty thousand records where one was expected: without the projection every second draw is 0, and not covered."""
+    engine, statistics = _pulled(20_000, 1)
+    draws = [engine.release(statistics, 10.0, 1.0, regularization=0.0).weight.item() for _ in range(30)]
+    assert all(draws)
+    assert np.mean(draws) > 0.8  # as of three records: 1 − 1/15
+    density = statistics.density(5.0, 1.0, 0.0)
+    fixed = FixedWork(proposals_needed(1, 5.0))
+    assert not all(fixed.sample(density, SystemNoise())[0] for _ in range(60))
+    assert all(fixed.sample(within_reach(density, 5.0), SystemNoise())[0] for _ in range(60))
+
+
+def test_up_to_three_times_the_nominal_size_the_law_of_a_secure_draw_is_the_same():
+    _, statistics = _pulled(30, 10)
+    density = statistics.density(2.0, 0.5, 0.1)
+    cut = within_reach(density, 2.0 * 0.5 * 10 * 1.0)
+    np.testing.assert_allclose(cut.linear, density.linear, rtol=1e-12)
+    np.testing.assert_array_equal(cut.precision, density.precision)
 
 
 def test_secure_mode_draws_exactly_only():
