@@ -1,6 +1,6 @@
 """One-shot private fine-tuning for Opacus users: the exponential mechanism on a quadratic model of the loss."""
 
-from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, Purchase, Release
+from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, NotGuaranteed, Purchase, Release
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.ranks import RankFailed
@@ -14,6 +14,7 @@ __all__ = [
     "ExpMAccountant",
     "ExpMQuadEngine",
     "NoGuarantee",
+    "NotGuaranteed",
     "Purchase",
     "RankFailed",
     "Release",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +25,24 @@ from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
+NOISES = ("system", "given")
+EXACT_SAMPLERS = ("exact", "secure")
+
 
 class BudgetExceeded(ValueError):
     """An event would exceed the declared budget; nothing was charged or released."""
 
 
 class NoGuarantee(ValueError):
-    """The ledger holds a release whose bounds were read off the private data: no ε can be stated."""
+    """The ledger holds, or would hold, a draw that ε does not cover: none can be stated, and no budget be kept.
+
+    Its bounds were read off the private data, or its sampler was not exact; or, where there is a budget, its noise came from
+    a generator that was given.
+    """
+
+
+class NotGuaranteed(UserWarning):
+    """The ε that is stated holds only if the noise of every draw is unknown, and a generator was given for some of them."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,15 @@ class Release:
         projection: kind of projection.
         proj_dim: k.
         seed: public seed of the projection, None where nothing is random.
-        sampler: how the draw was made.
+        sampler: how the draw was made: ``"exact"`` or ``"secure"``; anything else has **no guarantee**.
         failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
         bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
             data, in which case there is **no guarantee**.
         clipping: ``"separate"`` or ``"joint"``.
         round: which draw of its plan.
         rounds: how many draws the plan has.
+        noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
+            seed others may know: **not guaranteed**.
     """
 
     epsilon_range: float
@@ -81,6 +95,7 @@ class Release:
     clipping: str = "separate"
     round: int = 1
     rounds: int = 1
+    noise: str = "system"
 
     def __post_init__(self) -> None:
         if self.mu != math.inf:
@@ -96,6 +111,7 @@ class Release:
             _check.positive_int(name, getattr(self, name))
         _check.one_of("bounds", self.bounds, BOUNDS)
         _check.one_of("clipping", self.clipping, CLIPPINGS)
+        _check.one_of("noise", self.noise, NOISES)
         for name in ("calibration", "projection", "sampler"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
@@ -132,6 +148,7 @@ class Purchase:
         bound: ``"max_grad_norm"`` or ``"max_curvature"``.
         quantile: which quantile was asked for.
         nominal_size: N.
+        noise: as in ``Release``.
     """
 
     epsilon_range: float
@@ -139,6 +156,7 @@ class Purchase:
     bound: str
     quantile: float
     nominal_size: int
+    noise: str = "system"
 
     mu = math.inf
     failure_probability = 0.0
@@ -150,6 +168,7 @@ class Purchase:
         _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
         _check.fraction("quantile", self.quantile)
         _check.positive_int("nominal_size", self.nominal_size)
+        _check.one_of("noise", self.noise, NOISES)
 
     @property
     def epsilon(self) -> float:
@@ -211,7 +230,7 @@ class ExpMAccountant(IAccountant):
             TypeError: neither a ``Release`` nor a ``Purchase``.
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
-            NoGuarantee: there is a budget, and its bounds, or those of an earlier release, were read off the private data.
+            NoGuarantee: there is a budget, and ε does not cover this draw or an earlier one.
         """
         if not isinstance(release, Release | Purchase):
             raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
@@ -275,10 +294,25 @@ class ExpMAccountant(IAccountant):
         self._check_countable(release)
         self._check_budget([[release]], release.epsilon, release.delta)
 
-    def _check_countable(self, *more: Release | Purchase) -> None:
-        """No budget is kept by a ledger for which no ε can be stated."""
+    def check_covered(self, *, sampler: str, noise: str) -> None:
+        """Raise if a draw of this kind may not be charged: a budget is a promise, which ε has to cover.
+
+        Raises:
+            NoGuarantee: there is a budget, and the sampler is not exact or the noise not the operating system's.
+        """
         if self.budget is not None:
-            _check_guarantee([*self.releases, *more])
+            _check_draw(sampler, noise)
+
+    def _check_countable(self, *more: Release | Purchase) -> None:
+        """No budget is kept by a ledger for which no ε can be stated without reserve."""
+        if self.budget is not None:
+            _check_guarantee([*self.releases, *more], promised=True)
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether ε covers every entry without reserve: bounds, samplers and noise are all as the proofs need them."""
+        self._refresh()
+        return all(map(_is_covered, self.releases))
 
     def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
         if self.budget is None or any(self.budget.admits_plan(self.releases, self.history, p) for p in plans):
@@ -358,11 +392,21 @@ class ExpMAccountant(IAccountant):
             return_method: also give the name of the bound.
 
         Raises:
-            NoGuarantee: a release's bounds were read off the private data.
+            NoGuarantee: a release's bounds were read off the private data, or its sampler was not exact.
+
+        Where a ``noise_generator`` was given for a draw, a ``NotGuaranteed`` warning says so.
         """
         _check.fraction("delta", delta)
         self._refresh()
         _check_guarantee(self.releases)
+        given = sum(event.noise != "system" for event in self.releases)
+        if given:
+            warnings.warn(
+                f"{given} of {len(self.releases)} draws in this ledger took their noise from a given noise_generator: "
+                "epsilon is stated as if nobody could know that noise, which is NOT guaranteed",
+                NotGuaranteed,
+                stacklevel=3,
+            )
         total = total_epsilon(self.releases, self.history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
@@ -438,7 +482,9 @@ class ExpMAccountant(IAccountant):
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
-        return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps})"
+        reserved = sum(not _is_covered(event) for event in self.releases)
+        reserve = f", not_guaranteed={reserved}" if reserved else ""
+        return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
 
 
 @dataclass(frozen=True)
@@ -496,13 +542,39 @@ def _steps(run: Any) -> Steps:
         raise ValueError(str(error)) from error
 
 
-def _check_guarantee(releases: Sequence[Release | Purchase]) -> None:
-    """Raise if a release's bounds were read off the private data."""
-    if any(isinstance(r, Release) and r.bounds == "paper" for r in releases):
+def _check_guarantee(events: Sequence[Release | Purchase], *, promised: bool = False) -> None:
+    """Raise for an event that ε does not cover; where a budget promises it, also for noise that was given."""
+    for event in events:
+        if isinstance(event, Release) and event.bounds == "paper":
+            raise NoGuarantee(
+                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
+                "no epsilon can be stated for this ledger"
+            )
+        sampler = event.sampler if isinstance(event, Release) else "exact"
+        _check_draw(sampler, event.noise if promised else "system")
+
+
+def _check_draw(sampler: str, noise: str) -> None:
+    """Raise for a draw that ε does not cover."""
+    if sampler not in EXACT_SAMPLERS:
         raise NoGuarantee(
-            "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
-            "no epsilon can be stated for this ledger"
+            f"sampler={sampler!r} is not known to draw exactly, and what it gets wrong is not covered: no epsilon can be "
+            "stated for a ledger with such a release; release with sampler='exact'"
         )
+    if noise != "system":
+        raise NoGuarantee(
+            "noise_generator cannot be used with a budget, which is a promise: whoever knows the generator's seed knows the "
+            "noise; leave noise_generator out, or use a ledger without a budget for tests and simulations"
+        )
+
+
+def _is_covered(event: Release | Purchase) -> bool:
+    """Whether ε covers an event without reserve."""
+    try:
+        _check_guarantee([event], promised=True)
+    except NoGuarantee:
+        return False
+    return True
 
 
 def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:

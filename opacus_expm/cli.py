@@ -6,12 +6,13 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from opacus_expm import audit, tasks
-from opacus_expm.accountant import ExpMAccountant
+from opacus_expm.accountant import ExpMAccountant, NotGuaranteed
 from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
 from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
@@ -85,12 +86,15 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
     if not ledger.exists():
         raise ValueError(f"ledger {str(ledger)!r} does not exist; pass the file given to an engine as ledger_path")
     accountant = ExpMAccountant(ledger_path=ledger)
-    epsilon, method = accountant.get_epsilon(delta, return_method=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotGuaranteed)  # said below
+        epsilon, method = accountant.get_epsilon(delta, return_method=True)
     return {
         "ledger": str(ledger),
         "delta": delta,
         "epsilon": None if math.isinf(epsilon) else epsilon,
         "bound": method,
+        "guaranteed": accountant.guaranteed,
         "events": LedgerFile(ledger).entries(),
     }
 
@@ -103,20 +107,24 @@ def _spent_text(found: dict[str, Any]) -> str:
         if facts is None:
             steps += 1
             continue
+        given = ", noise from a given generator" if facts["noise"] != "system" else ""
         if "bound" in facts:
             lines.append(
-                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({facts['adjacency']})"
+                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} "
+                f"({facts['adjacency']}{given})"
             )
             continue
         mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']})"
+            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']}{given})"
         )
     if steps:
         lines.append(f"{steps} DP-SGD steps")
     epsilon = "no finite epsilon" if found["epsilon"] is None else f"epsilon = {found['epsilon']:.6g}"
     lines.append(f"total: {epsilon} at delta = {found['delta']:g} (bound: {found['bound']})")
+    if not found["guaranteed"]:
+        lines.append("NOT guaranteed: stated as if nobody could know the noise that came from a given generator")
     return "\n".join(lines)
 
 

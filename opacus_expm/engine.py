@@ -181,7 +181,8 @@ class ExpMQuadEngine:
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
-                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up.
+                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up. After a release with
+                anything but ``"exact"``, ``get_epsilon`` refuses to state a guarantee; a budget refuses the release.
             projection: ``"stiefel"`` or ``"sparse"``, random; ``"public"``, the leading eigenvectors of the curvature on
                 ``public_loader``; ``"preconditioned"``, where that curvature gives the metric of the ball.
             projection_seed: public seed of the subspace (round t adds t); drawn afresh by default, and recorded.
@@ -202,7 +203,8 @@ class ExpMQuadEngine:
                 signal for the same noise, and V times the work.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``data.Pieces``).
-            noise_generator: for tests and simulations only; the operating system's entropy by default.
+            noise_generator: for tests and simulations only; the operating system's entropy by default. The ledger records
+                that one was given, ``get_epsilon`` warns, and a budget refuses it.
             progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
                 would tell the data set's size.
 
@@ -620,7 +622,7 @@ class ExpMQuadEngine:
         elif missing and epsilon is not None:
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
-            check_noise_generator(noise_generator)
+            self._check_covered("exact", noise_generator)
             given, remembered = self._buy_bounds(
                 bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius
             )
@@ -815,7 +817,7 @@ class ExpMQuadEngine:
     ) -> tuple[Bounds, Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
         purchases = [
-            Purchase(price, adjacency, name, QUANTILES[name], nominal_size)
+            Purchase(price, adjacency, name, QUANTILES[name], nominal_size, self._noise(noise_generator))
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
@@ -869,6 +871,7 @@ class ExpMQuadEngine:
         }
         with self._on_all_ranks(statistics=statistics, radius=radius, **arguments):
             self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
+            self._check_covered(sampler, noise_generator)
             return self._draw(statistics, allowances(epsilon, delta)[0], radius, place=(1, 1), **arguments)
 
     def _draw(
@@ -898,7 +901,6 @@ class ExpMQuadEngine:
         )
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
-        check_noise_generator(noise_generator)
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
         _check_denoise(denoise, sums.max_curvature)
@@ -918,12 +920,13 @@ class ExpMQuadEngine:
             projection=subspace.kind,
             proj_dim=subspace.dim,
             seed=subspace.seed,
-            sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
+            sampler=self._sampler_name(draw),
             failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
             bounds=statistics.bounds,
             clipping="separate" if sums.joint_radius is None else "joint",
             round=place[0],
             rounds=place[1],
+            noise=self._noise(noise_generator),
         )
         density = statistics.density(calibrated.inverse_temperature, radius, ridge) if ranks.leads else None
         ranks.ready()  # every rank got this far: only now is it charged
@@ -1099,8 +1102,7 @@ class ExpMQuadEngine:
         radii = _radii(radius, rounds)
         for r in radii:
             self._check_release(epsilon, delta, r, regularization, options["adjacency"], calibration)
-        check_noise_generator(options["noise_generator"])  # a wrong type must not cost a pass
-        self._sampler(sampler)
+        self._check_covered(sampler, options["noise_generator"])  # a wrong type must not cost a pass
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
@@ -1184,6 +1186,25 @@ class ExpMQuadEngine:
         if self.secure_mode and not simulated and not isinstance(sampler, Exact):
             raise ValueError("secure_mode draws exactly, with fixed work; leave sampler='exact'")
         return sampler
+
+    def _sampler_name(self, sampler: Sampler) -> str:
+        """How the ledger calls it: only the one exact sampler, and secure mode's, may have their names."""
+        if self.secure_mode:
+            return "secure"
+        name = type(sampler).__name__.lower()
+        return name if (name == "exact") == (type(sampler) is Exact) and name != "secure" else "custom"
+
+    def _noise(self, noise_generator: object) -> str:
+        """Where the noise of a draw comes from; secure mode has no use for a generator."""
+        return "system" if noise_generator is None or self.secure_mode else "given"
+
+    def _check_covered(
+        self, sampler: str | Sampler, noise_generator: torch.Generator | np.random.Generator | None
+    ) -> None:
+        """Refuse samplers and generators of wrong types, and with a budget those that ε does not cover."""
+        check_noise_generator(noise_generator)
+        name = self._sampler_name(self._sampler(sampler))
+        self.accountant.check_covered(sampler=name, noise=self._noise(noise_generator))
 
     def _calibrate(
         self,

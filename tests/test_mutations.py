@@ -8,6 +8,7 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, secure, statistics, sums
-from opacus_expm.accountant import ExpMAccountant, Purchase
+from opacus_expm.accountant import ExpMAccountant, NoGuarantee, NotGuaranteed, Purchase
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.comparison import markdown
@@ -225,7 +226,30 @@ def charged_before_the_draw():
     private = ExpMQuadEngine()
     with contextlib.suppress(Crash):
         private.make_private_expm(model, loader, sampler=SimpleNamespace(sample=sample), **LINE)
-    assert private.get_epsilon(0.0) == 1.0, "a draw that crashed was free"
+    assert [event.epsilon_range for event in private.accountant.releases] == [1.0], "a draw that crashed was free"
+
+
+def uncovered_draws_are_said():
+    """A seed that may be known, and a sampler that may draw anything."""
+
+    class Anything:
+        def sample(self, density, generator, draws=1):
+            return np.zeros((draws, density.dim))
+
+    model, loader = _line([1.0], [0.0])
+    seeded, free = ExpMQuadEngine(), ExpMQuadEngine()
+    seeded.make_private_expm(model, loader, noise_generator=np.random.default_rng(0), **LINE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seeded.get_epsilon(0.0)
+    assert [w.category for w in said] == [NotGuaranteed], "seeded noise is stated like any other"
+    free.make_private_expm(model, loader, sampler=Anything(), **LINE)
+    refused = False
+    try:
+        free.get_epsilon(0.0)
+    except NoGuarantee:
+        refused = True
+    assert refused, "an epsilon for a sampler that may draw anything"
 
 
 def rounds_cost_what_was_asked():
@@ -445,6 +469,14 @@ def _charge_after_the_draw(patch):
     patch.setattr(ExpMQuadEngine, "_draw", late)
 
 
+def _noise_not_recorded(patch):
+    patch.setattr(ExpMQuadEngine, "_noise", lambda *_: "system")
+
+
+def _sampler_not_recorded(patch):
+    patch.setattr(ExpMQuadEngine, "_sampler_name", lambda *_: "exact")
+
+
 def _half_a_charge(patch):
     original = engine.Release
     patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
@@ -509,6 +541,8 @@ DEFECTS = (
     Defect("float32 sums under autocast", _float32_sums_under_autocast, audit_under_autocast),
     Defect("noise from the global seed", _global_seed, noise_of_the_operating_system),
     Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
+    Defect("seeded noise recorded as the system's", _noise_not_recorded, uncovered_draws_are_said),
+    Defect("any sampler recorded as exact", _sampler_not_recorded, uncovered_draws_are_said),
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
     Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),
