@@ -1,7 +1,7 @@
 """Accuracy at equal privacy: every way to run the engine, Opacus DP-SGD tuned, and non-private fine-tuning.
 
-    python benchmarks/accuracy.py mnist --log mnist.jsonl [--epsilon 0.1 1 10] [--seeds 5] [--methods dp-sgd suggested ...]
-    python benchmarks/accuracy.py mnist --log mnist.jsonl --report [--out accuracy.json] [--plot accuracy.png]
+    python -m benchmarks.accuracy mnist --log mnist.jsonl [--epsilon 0.1 1 10] [--seeds 5] [--methods dp-sgd suggested ...]
+    python -m benchmarks.accuracy mnist --log mnist.jsonl --report [--out accuracy.json] [--plot accuracy.png]
 
 A seed fixes the data, the pretraining, and DP-SGD's sampling and noise; our subspaces and noise are drawn afresh, as in
 any release. Every run is appended to the log as one line and not made again, so that a run can be interrupted, resumed,
@@ -24,25 +24,25 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import os
-import sys
-import time
 import warnings
+from pathlib import Path
 
-sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Subset
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch.utils.data import DataLoader, Subset  # noqa: E402
-
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks  # noqa: E402
-from opacus_expm.calibration import calibrate  # noqa: E402
-from opacus_expm.comparison import DP_SGD_GRID, compare, markdown, non_private  # noqa: E402
-from opacus_expm.journal import write_result  # noqa: E402
-from opacus_expm.suggestion import shifted_records, suggest  # noqa: E402
-from opacus_expm.views import pixel_shifts  # noqa: E402
+from benchmarks import timing
+from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks
+from opacus_expm._tables import markdown
+from opacus_expm.baselines import non_private
+from opacus_expm.calibration import calibrate
+from opacus_expm.experiments.compare import compare
+from opacus_expm.experiments.journal import Facts, Journal, write_result
+from opacus_expm.experiments.methods import DP_SGD_GRID
+from opacus_expm.suggestion import shifted_records, suggest
+from opacus_expm.views import pixel_shifts
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5
@@ -84,28 +84,10 @@ NON_PRIVATE = {
 }
 
 
-class Log:
-    """Finished runs, one line of JSON each."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def runs(self) -> list[dict]:
-        """All runs so far, also those of other processes."""
-        if not os.path.exists(self.path):
-            return []
-        with open(self.path) as file:
-            return [json.loads(line) for line in file]
-
-    def find(self, **wanted) -> dict | None:
-        """The run with these facts."""
-        return next((r for r in self.runs() if all(r.get(k) == v for k, v in wanted.items())), None)
-
-    def add(self, **facts) -> None:
-        """Append one line."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps(facts) + "\n")
-        print({k: v for k, v in facts.items() if k != "explanation"}, flush=True)
+def keep(log: Journal, cell: Facts, outcome: Facts) -> Facts:
+    """Log a finished run, and show it."""
+    print({k: v for k, v in (cell | outcome).items() if k != "explanation"}, flush=True)
+    return log.put(cell, outcome)
 
 
 def loaders(task):
@@ -147,7 +129,7 @@ def one_pass(name: str, method: str, seed: int):
     return release
 
 
-def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Log) -> dict:
+def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Journal) -> dict:
     """One release by a method whose bounds or rounds depend on the budget; its score and what the ledger says."""
     task, private, public, engine = prepared(name, seed)
     engine.accountant = ExpMAccountant()  # each release is the only one
@@ -184,10 +166,10 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
-def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
+def suggested(name: str, epsilon: float, delta: float, log: Journal) -> dict:
     """Settings chosen on the public data of seed 0, once for a budget; scales as rules where they are."""
-    wanted = {"task": name, "method": "suggestion", "epsilon": epsilon, "delta": delta}
-    if (found := log.find(**wanted)) is None:
+    cell = {"task": name, "method": "suggestion", "epsilon": epsilon, "delta": delta, "seed": -1}
+    if (found := log.get(cell)) is None:
         task = TASKS[name](0)
         often = {"repeats": 1, "finals": 2} if name == "mnist" else {"repeats": 5}
         choice = suggest(
@@ -201,14 +183,13 @@ def suggested(name: str, epsilon: float, delta: float, log: Log) -> dict:
         if best.damping_share is not None:
             metric = {key: str(getattr(best, key)) for key in METRIC}  # JSON has no infinity
         facts = {"metric": metric, "shifted": best.shifted, "views": best.seen, "explanation": str(choice)}
-        log.add(**wanted, seed=-1, arguments=arguments, **facts)
-        found = log.find(**wanted)
+        found = keep(log, cell, {"arguments": arguments, **facts})
     return found
 
 
-def tuned_dp_sgd(name: str, epsilon: float, seed: int, log: Log) -> dict:
+def tuned_dp_sgd(name: str, epsilon: float, seed: int, log: Journal) -> dict:
     """One run of Opacus with the best settings of the grid at this ε, found at seed 0."""
-    common = {"methods": ["dp-sgd"], "trials": 1, "delta": DELTA, "out": log.path + ".cells", "progress": False}
+    common = {"methods": ["dp-sgd"], "trials": 1, "delta": DELTA, "out": f"{log.path}.cells", "progress": False}
     [row] = compare(TASKS[name](0), [epsilon], seeds=[0], grids={"dp-sgd": GRID[name]}, **common).rows
     if seed > 0:
         only = {key: (value,) for key, value in row.settings.items()}
@@ -242,45 +223,57 @@ ONE_PASS = ("paper", "one-shot", "joint", "public")  # whose statistics serve ev
 OURS = ("paper", "five arguments", "one-shot", "joint", "rounds", "public", "preconditioned", "suggested")
 
 
-def run(options, log: Log) -> None:
+def run(options, log: Journal) -> None:
     """Every cell that is not in the log yet."""
-    name = options.task
     for seed in range(options.seeds):
-        for method in ("zero-shot", "non-private"):
-            facts = {"task": name, "method": method, "epsilon": None, "delta": None, "seed": seed}
-            if method in options.methods and log.find(**facts) is None:
-                task = TASKS[name](seed)
-                module = task.model
-                if method == "non-private":
-                    module = non_private(task.model, task.private, task.criterion, seed=seed, **NON_PRIVATE[name])
-                log.add(**facts, score=task.score(module))
-        for epsilon in options.epsilon:
-            facts = {"task": name, "method": "dp-sgd", "epsilon": epsilon, "delta": DELTA, "seed": seed}
-            if "dp-sgd" in options.methods and log.find(**facts) is None:
-                log.add(**facts, **tuned_dp_sgd(name, epsilon, seed, log))
-            for delta in options.delta:
-                facts = {"task": name, "method": "factor", "epsilon": epsilon, "delta": delta, "seed": 0}
-                if "factor" in options.methods and log.find(**facts) is None:
-                    log.add(**facts, **factor(name, epsilon, delta))
-        budgets = list(itertools.product(options.epsilon, options.delta))
+        run_others(options, seed, log)
         for method in (m for m in OURS if m in options.methods):
-            release = None
-            for epsilon, delta in budgets:
-                facts = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-                if log.find(**facts) is not None or (method == "paper" and delta > 0):
-                    continue
-                start = time.perf_counter()
-                if method in ONE_PASS:
-                    release = one_pass(name, method, seed) if release is None else release
-                    result = release(epsilon, delta)
-                else:
-                    result = passes(name, method, epsilon, delta, seed, log)
-                log.add(**facts, **result, seconds=time.perf_counter() - start)
+            run_ours(options, method, seed, log)
 
 
-def summary(log: Log, task: str) -> dict:
+def run_others(options, seed: int, log: Journal) -> None:
+    """The methods beside ours, and what the paper's calibration would cost."""
+    name = options.task
+    for method in ("zero-shot", "non-private"):
+        cell = {"task": name, "method": method, "epsilon": None, "delta": None, "seed": seed}
+        if method in options.methods and log.get(cell) is None:
+            task = TASKS[name](seed)
+            module = task.model
+            if method == "non-private":
+                module = non_private(task.model, task.private, task.criterion, seed=seed, **NON_PRIVATE[name])
+            keep(log, cell, {"score": task.score(module)})
+    for epsilon in options.epsilon:
+        cell = {"task": name, "method": "dp-sgd", "epsilon": epsilon, "delta": DELTA, "seed": seed}
+        if "dp-sgd" in options.methods and log.get(cell) is None:
+            keep(log, cell, tuned_dp_sgd(name, epsilon, seed, log))
+        for delta in options.delta:
+            cell = {"task": name, "method": "factor", "epsilon": epsilon, "delta": delta, "seed": 0}
+            if "factor" in options.methods and log.get(cell) is None:
+                keep(log, cell, factor(name, epsilon, delta))
+
+
+def run_ours(options, method: str, seed: int, log: Journal) -> None:
+    """One of our methods at every budget; the first of those that share a pass has its time."""
+    name, release = options.task, None
+    for epsilon, delta in itertools.product(options.epsilon, options.delta):
+        cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
+        if log.get(cell) is not None or (method == "paper" and delta > 0):
+            continue
+
+        def once(epsilon=epsilon, delta=delta) -> Facts:
+            nonlocal release
+            if method not in ONE_PASS:
+                return passes(name, method, epsilon, delta, seed, log)
+            release = one_pass(name, method, seed) if release is None else release
+            return release(epsilon, delta)
+
+        result, seconds = timing.seconds(once)
+        keep(log, cell, result | {"seconds": seconds})
+
+
+def summary(log: Journal, task: str) -> dict:
     """All that was found for a task: the scores of every method and budget, the paper's factors, what was suggested."""
-    runs = [r for r in log.runs() if r["task"] == task]
+    runs = [cell | outcome for cell, outcome in log.entries() if cell["task"] == task]
     scores: dict[tuple, dict[int, float]] = {}
     settings: dict[tuple, dict] = {}
     for r in runs:
@@ -367,7 +360,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--log", required=True, help="file of finished runs, resumed")
+    parser.add_argument("--log", type=Path, required=True, help="file of finished runs, resumed")
     parser.add_argument("--epsilon", type=float, nargs="+", default=EPSILONS)
     parser.add_argument("--delta", type=float, nargs="+", default=(0.0, DELTA))
     parser.add_argument("--seeds", type=int, default=5)
@@ -377,7 +370,7 @@ def main() -> None:
     parser.add_argument("--plot", help="PNG file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    log = Log(options.log)
+    log = Journal(options.log, "accuracy")
     if not options.report:
         run(options, log)
     found = summary(log, options.task)

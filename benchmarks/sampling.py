@@ -1,6 +1,6 @@
 """Draws per second of the samplers, and what 500 draws cost beside one statistics pass.
 
-    python benchmarks/sampling.py [--records 20000] [--out sampling.json]
+    python -m benchmarks.sampling [--records 20000] [--out sampling.json]
 
 Every figure of a regime is measured in this one run; Gibbs draws are weighed by their effective number.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import timing
 from opacus_expm import ExpMQuadEngine, sampling, tasks
 from opacus_expm.density import BallGaussian
 
@@ -36,16 +37,6 @@ def density(k: int, regime: str) -> BallGaussian:
         "moderate": BallGaussian(k * w, 10 * k * b, 1.0),
         "sharp": BallGaussian(k * w, 1e5 * b, 1.0),
     }[regime]
-
-
-def seconds_of(action) -> float:
-    """Median of three runs."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[1]
 
 
 def tilted_alone(case: BallGaussian, generator: np.random.Generator) -> float:
@@ -88,7 +79,7 @@ def rejection_rate(case: BallGaussian, generator: np.random.Generator) -> float:
     """Draws per second of plain rejection, 0 where it gives up."""
     try:
         sampling.PlainRejection(max_proposals=20_000).sample(case, generator, 1)
-        return DRAWS / seconds_of(lambda: sampling.PlainRejection().sample(case, generator, DRAWS))
+        return DRAWS / timing.median_seconds(lambda: sampling.PlainRejection().sample(case, generator, DRAWS))
     except RuntimeError:
         return 0.0
 
@@ -121,7 +112,7 @@ def main() -> None:
     for k in (20, 100, 400, 1600):
         for regime in REGIMES:
             case = density(k, regime)
-            seconds = seconds_of(lambda case=case: sampling.Exact().sample(case, generator, DRAWS))
+            seconds = timing.median_seconds(lambda case=case: sampling.Exact().sample(case, generator, DRAWS))
             tilted = 1 / tilted_alone(case, generator)
             sweeps, effective = gibbs_rate(case, generator)
             row = {

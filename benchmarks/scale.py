@@ -1,6 +1,6 @@
 """How time and memory grow with the ranks that share a pass, the parameters p and the subspace dimensions k.
 
-    python benchmarks/scale.py [ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
+    python -m benchmarks.scale [ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
 
 Each measurement runs in a process of its own, with one thread, is appended to the log as one line and not made again.
 Times are CPU seconds, memory is the peak resident set above that of the imports.
@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
-sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]
+from benchmarks import timing
+from benchmarks.timing import Timings, cpu_seconds, peak_mb
+from opacus_expm.experiments.journal import Journal
 
 RANK_RECORDS, RANK_REPEATS, RANK_BATCH = 2048, 3, 128
 RANK_JOBS = {  # ranks and records
@@ -43,31 +42,17 @@ DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
 ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000)}
 
 
-def cpu_seconds(action):
-    """What an action returns, and its CPU seconds."""
-    begin = time.process_time()
-    result = action()
-    return result, time.process_time() - begin
-
-
-def peak_mb() -> float:
-    """Peak resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def ranks(count: int, records: int, repeat: int) -> dict:
-    """A pass that several processes share: the slowest rank's figures. Jobs differ in ``repeat`` only to be made again."""
+def ranks(count: int, records: int) -> dict:
+    """A pass that several processes share: the slowest rank's figures."""
     with tempfile.TemporaryDirectory() as directory:
         job = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--log", directory, "--one", f"shared {rank} {count} {records}"],
-                stdout=subprocess.PIPE,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            timing.start(
+                __spec__.name, "--log", directory, "--one", f"shared {rank} {count} {records}", one_thread=True
             )
             for rank in range(count)
         ]
-        reports = [json.loads(process.communicate()[0].splitlines()[-1]) for process in job]
-    return {name: max(report[name] for report in reports) for name in reports[0] if name != "item"}
+        reports = [timing.report(process) for process in job]
+    return {name: max(report[name] for report in reports) for name in reports[0]}
 
 
 def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
@@ -95,9 +80,7 @@ def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
         return found
 
     Ranks.summed = timed
-    begin = time.perf_counter()
-    _, cpu = cpu_seconds(lambda: gather(model, loader, DIM))
-    seconds = time.perf_counter() - begin
+    (_, cpu), seconds = timing.seconds(lambda: cpu_seconds(lambda: gather(model, loader, DIM)))
     if count > 1:
         dist.barrier()  # a rank that is gone too early ends the other's threads
         dist.destroy_process_group()
@@ -191,14 +174,14 @@ def update_seconds(dim: int) -> float:
 
 
 ITEMS = {
-    "ranks": [f"ranks {job[0]} {job[1]} {repeat}" for repeat in range(RANK_REPEATS) for job in RANK_JOBS.values()],
+    "ranks": [f"ranks {count} {records}" for count, records in RANK_JOBS.values()],
     "parameters": [f"parameters {size} {curvature}" for size in WIDTHS for curvature in (1, 0)],
     "dimensions": [f"dimensions {dim}" for dim in DIMS],
 }
 MEASURES = {"ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
 
 
-def run_one(item: str, log: str) -> dict:
+def run_one(item: str, log: Path) -> dict:
     """Measure one item in this process; a rank's log is the directory in which its job meets."""
     import torch
 
@@ -207,34 +190,30 @@ def run_one(item: str, log: str) -> dict:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, *arguments = item.split()
-    options = {"directory": log} if kind == "shared" else {}
-    return {"item": item, **MEASURES[kind](*map(int, arguments), **options)}
+    options = {"directory": str(log)} if kind == "shared" else {}
+    return MEASURES[kind](*map(int, arguments), **options)
 
 
-def measure(names: list[str], log: str) -> dict[str, dict]:
+def measure(names: list[str], log: Path) -> Timings:
     """All items of these parts: from the log, or in processes of their own."""
-    found: dict[str, dict] = {}
-    if os.path.exists(log):
-        with open(log) as file:
-            found = {row["item"]: row for row in map(json.loads, file)}
-    for item in [item for name in names for item in ITEMS[name]]:
-        if item in found:
-            continue
-        done = subprocess.run(
-            [sys.executable, __file__, "--log", log, "--one", item], stdout=subprocess.PIPE, text=True, check=True
-        )
-        found[item] = json.loads(done.stdout.strip().splitlines()[-1])
-        with open(log, "a") as file:
-            file.write(json.dumps(found[item]) + "\n")
-    return found
+    journal = Journal(log, "scale")
+
+    def run(item: str) -> dict:
+        return timing.report(timing.start(__spec__.name, "--log", str(log), "--one", item))
+
+    runs: dict[str, list[dict]] = {}
+    for name in names:
+        rounds = RANK_REPEATS if name == "ranks" else 1
+        runs |= timing.interleaved(ITEMS[name], run, journal, rounds=rounds).runs
+    return Timings(runs)
 
 
-def print_ranks(found: dict[str, dict]) -> None:
+def print_ranks(found: Timings) -> None:
     """Medians of the slowest rank, and what one rank would have needed for the same over what the ranks needed together."""
 
     def median(job: str, fact: str) -> float:
         count, records = RANK_JOBS[job]
-        return sorted(found[f"ranks {count} {records} {i}"][fact] for i in range(RANK_REPEATS))[RANK_REPEATS // 2]
+        return found.median(f"ranks {count} {records}", fact)
 
     alone = {fact: median("1 rank", fact) / RANK_RECORDS for fact in ("seconds", "cpu")}
     print(f"CNN with 6,722 parameters, k = {DIM}, batch {RANK_BATCH}, exact curvature; one thread a rank")
@@ -251,33 +230,33 @@ def print_ranks(found: dict[str, dict]) -> None:
         )
 
 
-def print_parameters(found: dict[str, dict]) -> None:
+def print_parameters(found: Timings) -> None:
     """Time and memory by p."""
     print(f"sparse projection, k = {DIM}, {OUTPUTS} outputs, batch {BATCH}")
     print(f"{'p':>12} {'exact ms/record':>16} {'MB':>6} {'gradient ms/record':>19} {'MB':>6} {'once, s':>8}")
     for size in WIDTHS:
-        exact, gradient = found[f"parameters {size} 1"], found[f"parameters {size} 0"]
+        exact, gradient = (found.runs[f"parameters {size} {curvature}"][0] for curvature in (1, 0))
         print(
             f"{exact['p']:12,} {1e3 * exact['per_record']:16.2f} {exact['mb']:6.0f} {1e3 * gradient['per_record']:19.2f} "
             f"{gradient['mb']:6.0f} {exact['once']:8.2f}"
         )
 
 
-def print_dimensions(found: dict[str, dict]) -> None:
+def print_dimensions(found: Timings) -> None:
     """Time and memory by k."""
     print(f"p = {DIM_PARAMETERS:,}, {DIM_RECORDS} records with {OUTPUTS - 1} rows each, batch {BATCH}; S is one matrix")
     print(
         f"{'k':>6} {'S, MB':>6} {'pass, s':>8} {'MB':>6} {'µs/row of S':>12} {'spectrum, s':>12} {'draw, s':>8} {'MB':>6}"
     )
     for dim in DIMS:
-        row = found[f"dimensions {dim}"]
+        row = found.runs[f"dimensions {dim}"][0]
         print(
             f"{dim:6} {8 * dim**2 / 2**20:6.0f} {row['pass']:8.1f} {row['pass_mb']:6.0f} {1e6 * row['update']:12.1f} "
             f"{row['spectrum']:12.2f} {row['draw']:8.3f} {row['mb']:6.0f}"
         )
 
 
-def estimate(found: dict[str, dict]) -> dict:
+def estimate(found: Timings) -> dict:
     """Core hours, memory and traffic for 10⁹ records and parameters, each unit cost from the largest measured size.
 
     With u_r the cost of a record with r rows per parameter that is used at one position (forward, and r times backward,
@@ -289,9 +268,9 @@ def estimate(found: dict[str, dict]) -> dict:
     """
     unit = {
         row["rows"]: row["per_record"] / row["p"]
-        for row in (found[f"parameters {max(WIDTHS)} {curvature}"] for curvature in (0, 1))
+        for row in (found.runs[f"parameters {max(WIDTHS)} {curvature}"][0] for curvature in (0, 1))
     }
-    top = found[f"dimensions {max(DIMS)}"]
+    top = found.runs[f"dimensions {max(DIMS)}"][0]
     h, e = top["update"] / top["k"] ** 2, top["spectrum"] / top["k"] ** 3
     n, p = ESTIMATE["records"], ESTIMATE["parameters"]
     print(f"{n:.0e} records, {p:.0e} parameters, one position a record; unit costs:")
@@ -319,7 +298,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["ranks", "parameters", "dimensions", "estimate"])
-    parser.add_argument("--log", required=True, help="finished measurements, one line of JSON each")
+    parser.add_argument("--log", type=Path, required=True, help="finished measurements, one line of JSON each")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -329,7 +308,7 @@ def main() -> None:
     estimated = ["parameters", "dimensions"] if "estimate" in options.parts else []
     needed = [part for part in ITEMS if part in (*options.parts, *estimated)]
     found = measure(needed, options.log)
-    results: dict[str, object] = {"measured": found}
+    results: dict[str, object] = {"measured": found.runs}
     for part in options.parts:
         if part == "estimate":
             results["estimate"] = estimate(found)

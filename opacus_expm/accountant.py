@@ -8,14 +8,17 @@ data share one total.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
+import threading
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
@@ -23,6 +26,7 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus_expm import _check, curves
 from opacus_expm.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.ledger import LedgerError, LedgerFile
+from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
 NOISES = ("system", "given")
@@ -50,8 +54,9 @@ class Release:
     """One draw that left, or was about to leave: public facts only.
 
     Attributes:
-        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP.
-        mu: parameter of Gaussian differential privacy, possibly infinite.
+        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP. Infinite where the
+            draw was calibrated by μ and a bound was bought before: c·W depends on what was bought then.
+        mu: parameter of Gaussian differential privacy, possibly infinite. One of the two is finite.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         epsilon: budget that was asked for, for all rounds of the plan together.
         delta: likewise.
@@ -72,7 +77,8 @@ class Release:
         round: which draw of its plan.
         rounds: how many draws the plan has.
         noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
-            seed others may know: **not guaranteed**.
+            seed others may know: **not guaranteed**. Ledgers that were written before this was recorded are read as
+            ``"system"``.
     """
 
     epsilon_range: float
@@ -98,10 +104,13 @@ class Release:
     noise: str = "system"
 
     def __post_init__(self) -> None:
-        if self.mu != math.inf:
-            _check.positive("mu", self.mu)
+        for name in ("epsilon_range", "mu"):
+            if getattr(self, name) != math.inf:
+                _check.positive(name, getattr(self, name))
+        if self.epsilon_range == self.mu == math.inf:
+            raise ValueError("epsilon_range or mu must be finite: a release has a cost")
         _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        for name in ("epsilon_range", "epsilon", "radius", "max_grad_norm"):
+        for name in ("epsilon", "radius", "max_grad_norm"):
             _check.positive(name, getattr(self, name))
         for name in ("regularization", "max_curvature"):
             _check.non_negative(name, getattr(self, name))
@@ -119,8 +128,9 @@ class Release:
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite μ becomes None."""
-        return {**dataclasses.asdict(self), "mu": None if math.isinf(self.mu) else self.mu}
+        """Plain JSON values; an infinite range or μ becomes None."""
+        facts = dataclasses.asdict(self)
+        return facts | {name: None for name in ("epsilon_range", "mu") if math.isinf(facts[name])}
 
     @classmethod
     def from_dict(cls, facts: Any) -> Release:
@@ -130,10 +140,10 @@ class Release:
             ValueError: missing or unknown facts, or values that no release can have.
         """
         names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(facts, Mapping) or set(facts) != names:
+        if not isinstance(facts, Mapping) or set(facts) | {"noise"} != names:
             raise ValueError(f"a release has exactly the fields {sorted(names)}")
         try:
-            return cls(**{**facts, "mu": math.inf if facts["mu"] is None else facts["mu"]})
+            return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -148,6 +158,8 @@ class Purchase:
         bound: ``"max_grad_norm"`` or ``"max_curvature"``.
         quantile: which quantile was asked for.
         nominal_size: N.
+        receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
+            were written before there were receipts.
         noise: as in ``Release``.
     """
 
@@ -156,6 +168,7 @@ class Purchase:
     bound: str
     quantile: float
     nominal_size: int
+    receipt: str = ""
     noise: str = "system"
 
     mu = math.inf
@@ -168,6 +181,8 @@ class Purchase:
         _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
         _check.fraction("quantile", self.quantile)
         _check.positive_int("nominal_size", self.nominal_size)
+        if not isinstance(self.receipt, str):
+            raise TypeError(f"receipt must be a name, got {self.receipt!r}")
         _check.one_of("noise", self.noise, NOISES)
 
     @property
@@ -189,7 +204,7 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
     if not isinstance(facts, Mapping) or "bound" not in facts:
         return Release.from_dict(facts)
     names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) != names:
+    if set(facts) | {"receipt", "noise"} != names:
         raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
     try:
         return Purchase(**facts)
@@ -197,16 +212,37 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
         raise ValueError(str(error)) from error
 
 
-class ExpMAccountant(IAccountant):
+class NotCopied:
+    """Mixin: copying and pickling are refused, because a copy would be a second budget for the same data."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is neither copied nor pickled: a copy would be a second budget for the same data. Share "
+            "the object itself; let processes share a file (ledger_path=); save it with state_dict() or save_checkpoint()"
+        )
+
+
+class ExpMAccountant(NotCopied, IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
     work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
 
     Args:
-        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively.
+        budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively. It
+            belongs to the ledger from then on, in its file and in what is saved of it, and cannot be changed. None goes on
+            with the budget of the ledger, if it has one.
         ledger_path: an append-only file in which every charge is on disk before its draw; several processes may
             share it. Charges already in it count.
+
+    Raises:
+        ValueError: the ledger was declared to have another budget.
+
+    A budget that is declared for a ledger with events counts them, and a warning says what it does not cover: events that
+    were chosen by looking at earlier ones, before there was a filter to hold them.
+
+    Threads may share an accountant: a charge is judged and written down before another is judged. Processes may not,
+    because each would have a ledger of its own; they share a file.
 
     **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
     looking at earlier releases, declare a ``budget`` (see ``composition``).
@@ -216,15 +252,45 @@ class ExpMAccountant(IAccountant):
         self, *, budget: tuple[float, float] | None = None, ledger_path: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
         self.releases: list[Release | Purchase] = []
-        self.budget = None if budget is None else _budget(budget)
+        self._budget: Filter | None = None
+        self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
+        # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
+        self._begun: Callable[[], Admission | None] = lambda: None
+        declared = None if budget is None else _budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
-        self._plan: _Plan | None = None
-        self._refresh()
+        with self._exclusive():
+            if declared is not None and self._budget is None:
+                if len(self):
+                    _warn_of_a_late_budget(declared, len(self))
+                if self._file is not None:
+                    self._file.append({"budget": dataclasses.asdict(declared)})
+                self._budget = declared
+            self._check_same_budget(declared)
 
-    def record(self, release: Release | Purchase) -> None:
+    @property
+    def budget(self) -> Filter | None:
+        """The (ε, δ) that was declared for this ledger."""
+        return self._budget
+
+    def _check_same_budget(self, other: Filter | None) -> None:
+        """Raise if another budget than the ledger's is meant."""
+        if other is not None and self._budget is not None and other != self._budget:
+            raise ValueError(
+                f"budget=({other.epsilon:g}, {other.delta:g}) is not the ledger's, which is ({self._budget.epsilon:g}, "
+                f"{self._budget.delta:g}): it was declared for all that is charged there, and cannot be changed. Leave "
+                "budget out to go on with it"
+            )
+
+    def record(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
         """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
+
+        Args:
+            release: what is about to be drawn.
+            admission: the plan that it follows. A charge that does not, or that comes after something else was charged
+                besides, is judged like one without a plan.
 
         Raises:
             TypeError: neither a ``Release`` nor a ``Purchase``.
@@ -237,62 +303,126 @@ class ExpMAccountant(IAccountant):
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_countable(release)
-            planned = self._plan is not None and self._plan.holds(release, self.releases, self.history)
-            if not planned:
-                self._check_budget([[release]], release.epsilon, release.delta)
+            followed, running = self._followed(admission, release), self._running()
+            if followed is None:
+                self._check_room([release], release.epsilon, release.delta)
+            claims = followed is not None and followed.by_total
+            self._claimed = self._claimed or claims  # before the charge: an interrupt must not come in between
             if self._file is not None:
-                self._file.append({"release": release.to_dict()})
+                self._file.append({"release": release.to_dict(), **({"claims_delta": True} if claims else {})})
             self.releases.append(release)
-            if self._plan is not None:
-                self._plan.charged(release)
+            self._keep_up(release, followed, running)
 
-    def note(self, release: Release | Purchase) -> None:
+    def note(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
         """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
-        if self._file is None:
-            self.releases.append(release)
-        else:
-            self._refresh()
+        with self._lock:
+            followed, running = self._followed(admission, release), self._running()
+            with self._exclusive():
+                if self._file is None:
+                    self._claimed = self._claimed or (followed is not None and followed.by_total)
+                    self.releases.append(release)
+                self._keep_up(release, followed, running)
+
+    def _followed(self, admission: Admission | None, release: Release | Purchase) -> Admission | None:
+        """The plan, if the release is the next of its charges."""
+        if admission is None or not admission.follows(release, self.releases, self.history):
+            return None
+        return admission
+
+    def _keep_up(self, release: Release | Purchase, followed: Admission | None, running: Admission | None) -> None:
+        """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
+        if followed is not None:
+            followed.charged(release)
+            if running is None:
+                self._begun = weakref.ref(followed)
+        for plan in (followed, running):
+            if plan is not None:
+                plan.keep_up(self.releases, self.history)
 
     def identity(self) -> str:
         """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
         self._refresh()
         file = None if self._file is None else os.stat(self._file.path).st_ino
-        return repr((self.releases, self.history, self.budget, file))
+        return repr((self.releases, self.history, self.budget, self._claimed, file))
 
-    @contextmanager
-    def planned(self, alternatives: Sequence[Sequence[Event]], epsilon: float, delta: float) -> Iterator[None]:
-        """Several charges fixed in advance, admitted to the budget together or not at all.
+    def admit(
+        self,
+        alternatives: Sequence[Sequence[Event]],
+        epsilon: float,
+        delta: float,
+        *,
+        instead_of: Admission | None = None,
+    ) -> Admission:
+        """Admit several charges that are fixed in advance to the budget, all of them or none.
 
         Args:
-            alternatives: what will be charged is one of these lists, which one being decided by public numbers or by
-                what the first of them bought; every one has to fit the budget.
+            alternatives: what will be charged is one of these lists, and every one has to fit. Which one it is has to be
+                settled by public numbers before the first charge. A list may also be chosen by what the first of the
+                charges bought, if the lists agree up to there, and if one theorem for adaptively chosen mechanisms covers
+                them all: basic composition, where the purchases are pure and every list ends with one draw that is
+                (ε′, δ)-DP; or Gaussian composition, where the n-th charge of every list is μ_n-GDP.
             epsilon: what was asked for, for the message.
             delta: likewise.
+            instead_of: a plan that will be given up for this one, so that it reserves nothing any more.
+
+        Returns:
+            What the charges have to name (``record``) so that they are not judged one by one. From the first of them on,
+            the others are reserved: what is charged besides has to fit beside them. The reservation ends with the last
+            charge, with ``Admission.end`` or ``give_up``, and when nothing refers to the admission any more. It does not
+            outlive the process and is not seen by others: a plan that they disturb has its charges judged one by one.
 
         Raises:
             BudgetExceeded: one of the lists does not fit; nothing was charged.
-
-        Inside the context, charges that follow the plan are not judged one by one. Should another process charge the
-        same ledger in between, they are again.
         """
-        self._refresh()
-        self._check_countable()
-        for plan in alternatives:
-            self._check_budget([plan], epsilon, delta)
-        try:
-            self._plan = _Plan(alternatives, list(self.releases), list(self.history))
-            yield
-        finally:
-            self._plan = None
+        with self._exclusive():
+            self._check_countable()
+            by_total = False
+            for plan in alternatives:
+                if self._room(plan, self.history, but=instead_of):
+                    continue
+                if self.budget is None or len(self) or not self.budget.admits_total(plan):
+                    self._check_room(plan, epsilon, delta, but=instead_of)
+                by_total = True
+            return Admission(alternatives, self.releases, self.history, by_total=by_total)
+
+    def give_up(self) -> None:
+        """Give up the plan that has begun, if there is one: what is left of it is no longer reserved.
+
+        A training loop that is not going to be finished keeps its reservation for as long as its module exists; this ends
+        it. Should the loop go on all the same, its charges are judged one by one.
+        """
+        with self._lock:
+            plan = self._begun()
+            if plan is not None:
+                plan.end()
+
+    def _running(self, but: Admission | None = None) -> Admission | None:
+        """The plan that has begun, is not complete and was not given up, if the ledger is as it left it."""
+        plan = self._begun()
+        if plan is None or plan is but or not plan.rest or not plan.undisturbed(self.releases, self.history):
+            return None
+        return plan
+
+    def _room(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """Whether these events, and the steps up to here, fit the budget beside what a running plan has reserved."""
+        if self.budget is None:
+            return True
+        running = self._running(but)
+        if running is not None and running.by_total:
+            return False
+        admits = self.budget.admits_pure if self._claimed else self.budget.admits
+        rests = [[]] if running is None else running.rest
+        return all(admits([*self.releases, *events, *rest], history) for rest in rests)
 
     def check(self, release: Release | Purchase) -> None:
         """Raise if the release cannot be charged; nothing changes."""
-        self.check_adjacency(release.adjacency)
-        self._check_countable(release)
-        self._check_budget([[release]], release.epsilon, release.delta)
+        with self._exclusive():
+            self._check_adjacency(release.adjacency)
+            self._check_countable(release)
+            self._check_room([release], release.epsilon, release.delta)
 
     def check_covered(self, *, sampler: str, noise: str) -> None:
         """Raise if a draw of this kind may not be charged: a budget is a promise, which ε has to cover.
@@ -314,22 +444,45 @@ class ExpMAccountant(IAccountant):
         self._refresh()
         return all(map(_is_covered, self.releases))
 
-    def _check_budget(self, plans: Sequence[Sequence[Event]], epsilon: float, delta: float) -> None:
-        if self.budget is None or any(self.budget.admits_plan(self.releases, self.history, p) for p in plans):
+    def _room_in_the_end(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
+        if self._room(events, history, but=but):
+            return True
+        return self._running(but) is not None and gc.collect() > 0 and self._room(events, history, but=but)
+
+    def _check_room(
+        self, events: Sequence[Event], epsilon: float, delta: float, *, but: Admission | None = None
+    ) -> None:
+        if self.budget is None or self._room_in_the_end(events, self.history, but=but):
             return
+        fits = f"a pure release of at most epsilon={self._remaining():g} still fits{self._besides()}"
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
-            f"delta={self.budget.delta:g}; a pure release of at most epsilon={self._remaining():g} still fits"
+            f"delta={self.budget.delta:g}; {fits}"
         )
+
+    def _besides(self) -> str:
+        """Why less may fit than the ledger's charges let one expect, for the message."""
+        running = self._running()
+        if running is not None:
+            return (
+                f" beside a plan that has begun and has {max(map(len, running.rest))} charges to go: let it come to its "
+                "end, or give it up with accountant.give_up()"
+            )
+        if self._claimed:
+            return ". A plan that needed all of delta has begun: what is charged besides has to be pure"
+        return ""
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
 
-        Rounded down to six significant digits.
+        Rounded down to six significant digits. What a plan that has begun has reserved is not free.
         """
-        self._refresh()
-        self._check_countable()
-        return self._remaining()
+        with self._exclusive():
+            self._check_countable()
+            if self._running() is not None:
+                gc.collect()  # a training loop that was abandoned holds on to itself
+            return self._remaining()
 
     def _remaining(self) -> float:
         if self.budget is None:
@@ -337,17 +490,32 @@ class ExpMAccountant(IAccountant):
         low, high = 0.0, curves.bounded_range_for(self.budget.epsilon, self.budget.delta) * (1 + 1e-9)
         for _ in range(60):
             middle = (low + high) / 2
-            admitted = self.budget.admits([*self.releases, PlannedEvent(middle)], self.history)
+            admitted = self._room([PlannedEvent(middle)], self.history)
             low, high = (middle, high) if admitted else (low, middle)
         if low < 1e-10 * self.budget.epsilon:  # the filter's slack for rounding is not to be spent
             return 0.0
         digits = 10.0 ** (5 - math.floor(math.log10(low)))
         return math.floor(low * digits) / digits
 
+    def check_paid(self, receipts: Set[str]) -> None:
+        """Raise if bounds with these receipts were not all bought from this ledger.
+
+        Raises:
+            ValueError: what was paid elsewhere would be missing in this ledger's total.
+        """
+        with self._exclusive():
+            held = {event.receipt for event in self.releases if isinstance(event, Purchase)}
+        if not receipts <= held:
+            raise ValueError(
+                "the bounds of these statistics were bought, and charged to another ledger: release from them with the "
+                "engine that gathered them, or with one that shares its ledger (accountant= or ledger_path=); or gather "
+                "them again with this engine"
+            )
+
     def check_adjacency(self, adjacency: str) -> None:
         """Raise if an event under this adjacency cannot share the ledger with what it holds."""
-        self._refresh()
-        self._check_adjacency(adjacency)
+        with self._exclusive():
+            self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
         held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
@@ -368,15 +536,17 @@ class ExpMAccountant(IAccountant):
         with self._exclusive():
             self._check_adjacency("add_remove")
             self._check_countable()
-            history = _with_step(self.history, noise_multiplier, sample_rate)
-            if self.budget is not None and not self.budget.admits(self.releases, history):
+            history, running = _with_step(self.history, noise_multiplier, sample_rate), self._running()
+            if self.budget is not None and not self._room_in_the_end([], history):
                 raise BudgetExceeded(
                     f"one more DP-SGD step would exceed the budget (epsilon={self.budget.epsilon:g}, "
-                    f"delta={self.budget.delta:g})"
+                    f"delta={self.budget.delta:g}){self._besides()}"
                 )
             if self._file is not None:
                 self._file.append({"step": {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}})
             self.history = history
+            if running is not None:
+                running.keep_up(self.releases, self.history)
 
     @overload
     def get_epsilon(self, delta: float = ..., *, return_method: Literal[False] = ...) -> float: ...
@@ -397,17 +567,18 @@ class ExpMAccountant(IAccountant):
         Where a ``noise_generator`` was given for a draw, a ``NotGuaranteed`` warning says so.
         """
         _check.fraction("delta", delta)
-        self._refresh()
-        _check_guarantee(self.releases)
-        given = sum(event.noise != "system" for event in self.releases)
+        with self._exclusive():
+            releases, history = list(self.releases), list(self.history)
+        _check_guarantee(releases)
+        given = sum(event.noise != "system" for event in releases)
         if given:
             warnings.warn(
-                f"{given} of {len(self.releases)} draws in this ledger took their noise from a given noise_generator: "
-                "epsilon is stated as if nobody could know that noise, which is NOT guaranteed",
+                f"{given} of {len(releases)} draws in this ledger took their noise from a given noise_generator: epsilon is "
+                "stated as if nobody could know that noise, which is NOT guaranteed",
                 NotGuaranteed,
                 stacklevel=3,
             )
-        total = total_epsilon(self.releases, self.history, delta)
+        total = total_epsilon(releases, history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
     def __len__(self) -> int:
@@ -419,17 +590,23 @@ class ExpMAccountant(IAccountant):
         return "expm"
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The ledger as plain numbers and strings."""
+        """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
         state["releases"] = [r.to_dict() for r in self.releases]
+        state["budget"] = None
+        if self._budget is not None:
+            state["budget"] = {**dataclasses.asdict(self._budget), "claims_delta": self._claimed}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one, after checking every entry.
+        """Go on with a saved ledger and its budget, after checking every entry.
+
+        It must begin with what this one holds, if anything. A budget declared here for a ledger that was saved without one
+        counts everything in it: perhaps nothing remains then.
 
         Raises:
-            ValueError: a state of another accountant, an entry that no event can have left, or a ledger file in use
-                (the file is the ledger then, and may not be replaced).
+            ValueError: a state of another accountant; an entry that no event can have left; a ledger that lacks charges of
+                this one, which would be forgotten; another budget; or a ledger file in use (the file is the ledger then).
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
@@ -442,7 +619,19 @@ class ExpMAccountant(IAccountant):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
         releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
         _one_adjacency(releases, history)
-        self.history, self.releases = history, releases
+        budget, claimed = _saved_budget(state_dict.get("budget"))
+        with self._exclusive():
+            self._check_same_budget(budget)
+            if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
+                raise ValueError(
+                    "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
+                    "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
+                    "'module_state_dict'"
+                )
+            if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
+                _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
+            self.history, self.releases = history, releases
+            self._budget, self._claimed = budget or self._budget, claimed or self._claimed
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -451,13 +640,23 @@ class ExpMAccountant(IAccountant):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the file's lock, with what other processes charged read in; nothing without a file."""
-        if self._file is None:
-            yield
-            return
-        with self._file.locked():
-            self._read_file()
-            yield
+        """Hold the lock between threads, and the file's between processes, with what these have charged read in.
+
+        Raises:
+            RuntimeError: in a process that was forked from the accountant's own, whose ledger would be a copy.
+        """
+        if os.getpid() != self._process:  # before the lock, which another thread may have held when it was copied
+            raise RuntimeError(
+                "this accountant belongs to the process that made it: a forked process has a copy, and what is charged "
+                "there is missing in the original. Use ExpMAccountant(ledger_path=...) in each process, with one file"
+            )
+        with self._lock:
+            if self._file is None:
+                yield
+                return
+            with self._file.locked():
+                self._read_file()
+                yield
 
     def _read_file(self) -> None:
         """Make the lists what the file says."""
@@ -465,20 +664,27 @@ class ExpMAccountant(IAccountant):
             return
         releases: list[Release | Purchase] = []
         history: list[Steps] = []
+        budget: Filter | None = None
+        claimed = False
         for entry in self._file.entries():
             try:
                 if "release" in entry:
                     releases.append(_event_from_dict(entry["release"]))
+                    claimed = claimed or "claims_delta" in entry
+                elif "budget" in entry:
+                    if budget is not None:
+                        raise ValueError("a budget is declared once")
+                    budget = _budget_from_dict(entry["budget"])
                 else:
                     run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
                     history = _with_step(history, run[0], run[1])
             except (KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"{self._file.path} holds an entry that is no release or step: {error}") from error
+                raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
         try:
             _one_adjacency(releases, history)
         except ValueError as error:
             raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history = releases, history
+        self.releases, self.history, self._budget, self._claimed = releases, history, budget, claimed
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
@@ -487,46 +693,50 @@ class ExpMAccountant(IAccountant):
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
 
 
-@dataclass(frozen=True)
-class PlannedEvent:
-    """What a release that is not yet calibrated may cost."""
-
-    epsilon_range: float
-    mu: float = math.inf
-    failure_probability: float = 0.0
-
-
-class _Plan:
-    """Charges that were fixed in advance, and how far they have come."""
-
-    def __init__(self, alternatives: Sequence[Sequence[Event]], releases: list[Event], history: list[Steps]):
-        self._open = [list(plan) for plan in alternatives]
-        self._expected, self._history = releases, history
-
-    def holds(self, event: Event, releases: Sequence[Event], history: Sequence[Steps]) -> bool:
-        """Whether the ledger is as the plan left it, and the event is the next of one of the lists."""
-        undisturbed = list(releases) == self._expected and list(history) == self._history
-        return undisturbed and any(plan and _within(event, plan[0]) for plan in self._open)
-
-    def charged(self, event: Event) -> None:
-        """Cross the event off."""
-        self._expected.append(event)
-        self._open = [plan[1:] for plan in self._open if plan and _within(event, plan[0])]
-
-
-def _within(event: Event, planned: Event) -> bool:
-    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range."""
-    slack = 1 + 1e-9
-    mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
-    cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack
-    return cheap and event.failure_probability <= planned.failure_probability
-
-
 def _budget(budget: tuple[float, float]) -> Filter:
     """(ε, δ) as a filter."""
     if not isinstance(budget, tuple) or len(budget) != 2:
         raise TypeError(f"budget must be a pair (epsilon, delta), got {budget!r}")
     return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
+
+
+def _budget_from_dict(facts: Any) -> Filter:
+    """A budget as it was saved.
+
+    Raises:
+        ValueError: missing or unknown facts, or no possible budget.
+    """
+    if not isinstance(facts, Mapping) or set(facts) != {"epsilon", "delta"}:
+        raise ValueError("a budget has exactly the fields 'epsilon' and 'delta'")
+    try:
+        return _budget((facts["epsilon"], facts["delta"]))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _saved_budget(facts: Any) -> tuple[Filter | None, bool]:
+    """The budget of a saved ledger, and whether a plan claims its δ. Ledgers that were saved before they held it have none.
+
+    Raises:
+        ValueError: no possible budget.
+    """
+    if facts is None:
+        return None, False
+    claimed = facts.get("claims_delta") if isinstance(facts, Mapping) else None
+    if not isinstance(claimed, bool):
+        raise ValueError("a saved budget has the fields 'epsilon', 'delta' and 'claims_delta', which is true or false")
+    return _budget_from_dict({name: fact for name, fact in facts.items() if name != "claims_delta"}), claimed
+
+
+def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
+    """Say what a budget covers that was not declared first."""
+    warnings.warn(
+        f"budget=({budget.epsilon:g}, {budget.delta:g}) is declared for a ledger that holds {events} charges already. They "
+        "count against it, but it covers them only if they, and the budget, were settled before any of them was made: what "
+        "was chosen by looking at earlier results without a budget is not covered. Declare a budget when a ledger begins",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _steps(run: Any) -> Steps:
@@ -582,6 +792,25 @@ def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Ste
     held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
     if len(held) > 1:
         raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
+
+
+def _begins_with(history: Sequence[Steps], earlier: Sequence[Steps]) -> bool:
+    """Whether runs of DP-SGD steps begin with earlier ones."""
+    after, before = _merged(history), _merged(earlier)
+    if not before or len(after) < len(before):
+        return not before
+    last, same = before.pop(), after[len(before)]
+    return after[: len(before)] == before and same[:2] == last[:2] and same[2] >= last[2]
+
+
+def _merged(history: Sequence[Steps]) -> list[Steps]:
+    """The same runs, with those of one kind that follow each other made one."""
+    runs: list[Steps] = []
+    for noise_multiplier, sample_rate, steps in history:
+        if runs and runs[-1][:2] == (noise_multiplier, sample_rate):
+            steps += runs.pop()[2]
+        runs.append((noise_multiplier, sample_rate, steps))
+    return runs
 
 
 def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:

@@ -37,9 +37,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import _check, data
+from opacus_expm._tables import markdown
+from opacus_expm.baselines import dp_sgd
 from opacus_expm.bounds import Bounds, checked_bounds
 from opacus_expm.calibration import calibrate
-from opacus_expm.comparison import dp_sgd, markdown
 from opacus_expm.composition import total_epsilon
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.engine import ExpMQuadEngine

@@ -106,6 +106,19 @@ def allowances(
     return [pure, gaussian]
 
 
+def cost_whatever_the_bounds(allowance: Allowance, method: str, adjacency: str) -> tuple[float, float]:
+    """(ε_range, μ) of a draw by this calibration, as far as no bound decides on it; infinite where one does.
+
+    A draw by range costs the range that was allowed, and one by μ that μ. Its other cost follows from c and the bounds
+    (c·W, or ℓ√(c/(λN))). If a bound was bought, that is a function of what was bought: the value found in one run bounds
+    nothing in a run in which another bound came out, so it may not enter a total. The source paper's c = ε/(2ΔU) has a
+    range of at most ε/2 under add/remove, where W ≤ ΔU, and of at most ε under replace-one, where W ≤ 2ΔU.
+    """
+    if method == "paper":
+        return (allowance.epsilon if adjacency == "replace_one" else allowance.epsilon / 2), math.inf
+    return (math.inf, allowance.mu) if method == "gaussian" else (allowance.epsilon_range, math.inf)
+
+
 def remainder(epsilon: float, spent: float) -> float:
     """ε minus what was spent, rounded so that the two do not add up to more than ε."""
     left = epsilon - spent

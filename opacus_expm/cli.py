@@ -1,21 +1,22 @@
-"""The command line: ``opacus-expm compare``, ``reproduce``, ``audit`` and ``epsilon``."""
+"""The command line: ``opacus-expm compare``, ``audit`` and ``epsilon``; each loads what it needs and no more."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opacus_expm import audit, tasks
 from opacus_expm.accountant import ExpMAccountant, NotGuaranteed
-from opacus_expm.comparison import Comparison, compare
 from opacus_expm.ledger import LedgerFile
-from opacus_expm.reproduction import TASKS, Reproduction, reproduce_task, summary
+
+if TYPE_CHECKING:
+    from opacus_expm.experiments.results import Comparison
 
 
 def compared(
@@ -30,6 +31,9 @@ def compared(
     data_dir: Path | None,
 ) -> Comparison:
     """A task's comparison, with its table, CSV, JSON and figure in ``out``."""
+    from opacus_expm.experiments import tasks
+    from opacus_expm.experiments.compare import compare
+
     task = tasks.sine() if name == "sine" else getattr(tasks, name)(data_dir=data_dir)
     found = compare(
         task,
@@ -52,6 +56,8 @@ def compared(
 
 def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int | None) -> bool:
     """Print an audit's tables, each as soon as it is there; whether all claims held that are made."""
+    from opacus_expm import audit
+
     print("Worst neighbouring data sets within the clipping bounds, exactly:\n")
     exact = audit.audit_exact(epsilon, delta)
     print(exact, "\n\nA canary, told from released models alone (lower bounds, 95 % confidence):\n", sep="", flush=True)
@@ -63,22 +69,6 @@ def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int |
     )
     print(audit.paper_practice(epsilon))
     return exact.holds and box.holds
-
-
-def reproduced(
-    name: str, draws: int | None, test_records: int | None, seed: int, out: Path, quick: bool, data_dir: Path | None
-) -> Reproduction:
-    """The paper's figures of a task, with their data as JSON and the table of claims, in ``out``."""
-    found = reproduce_task(
-        name, draws=draws, test_records=test_records, seed=seed, quick=quick, data_dir=data_dir, out=out
-    )
-    found.to_json(out / f"{name}.json")
-    (out / f"{name}.md").write_text(found.table() + "\n", encoding="utf-8")
-    try:
-        found.plot(out)
-    except ImportError as error:  # the numbers are there without it
-        print(f"no figures: {error}", file=sys.stderr)
-    return found
 
 
 def spent(ledger: Path, delta: float) -> dict[str, Any]:
@@ -95,6 +85,7 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
         "epsilon": None if math.isinf(epsilon) else epsilon,
         "bound": method,
         "guaranteed": accountant.guaranteed,
+        "budget": None if accountant.budget is None else dataclasses.asdict(accountant.budget),
         "events": LedgerFile(ledger).entries(),
     }
 
@@ -102,22 +93,27 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
 def _spent_text(found: dict[str, Any]) -> str:
     """The same for people."""
     lines, steps = [], 0
-    for event in found["events"]:
+    for number, event in enumerate(found["events"]):
         facts = event.get("release")
+        if "budget" in event:
+            late = f", declared after {number} charges" if number else ""
+            lines.append("{time}  budget: epsilon {budget[epsilon]:g}, delta {budget[delta]:g}".format(**event) + late)
+            continue
         if facts is None:
             steps += 1
             continue
-        given = ", noise from a given generator" if facts["noise"] != "system" else ""
+        given = ", noise from a given generator" if facts.get("noise") == "given" else ""
         if "bound" in facts:
             lines.append(
                 f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} "
                 f"({facts['adjacency']}{given})"
             )
             continue
-        mu = "" if facts["mu"] is None else f", mu {facts['mu']:.4g}"
+        costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
+        told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"range {facts['epsilon_range']:.4g}{mu}, {facts['adjacency']}{given})"
+            f"{told}, {facts['adjacency']}{given})"
         )
     if steps:
         lines.append(f"{steps} DP-SGD steps")
@@ -154,21 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--draws", type=int, default=80_000, help="draws from one pass (default: %(default)s)")
     check.add_argument("--seed", type=int, help="of the black boxes' noise (default: fresh)")
-    again = commands.add_parser("reproduce", help="the source paper's figures, with its calibration and with ours")
-    again.add_argument("task", choices=TASKS, nargs="+", help="sine is synthetic; the others need data")
-    again.add_argument("--draws", type=int, help="simulated candidates a point (default: 500; quick: 20)")
-    again.add_argument(
-        "--test-records", type=int, help="test records that score them (default: all; mnist: 500; quick mnist: 200)"
-    )
-    again.add_argument("--seed", type=int, default=0, help="of data, subspaces and noise (default: %(default)s)")
-    again.add_argument(
-        "--out",
-        type=Path,
-        default=Path("reproduction"),
-        help="directory for results; a run goes on there (default: %(default)s)",
-    )
-    again.add_argument("--quick", action="store_true", help="few draws and records: about a minute")
-    again.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
     cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
     cost.add_argument(
@@ -194,24 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         elif options.command == "audit":
             return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
-        elif options.command == "reproduce":
-            out, found_claims = options.out, []
-            for name in options.task:
-                found_claims.append(
-                    reproduced(
-                        name,
-                        options.draws,
-                        options.test_records,
-                        options.seed,
-                        out,
-                        options.quick,
-                        options.data_dir,
-                    )
-                )
-                print(found_claims[-1].table() + "\n")
-            if len(found_claims) > 1:
-                print(summary(found_claims) + "\n")
-            print(f"written to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
         else:
             found = spent(options.ledger, options.delta)
             print(json.dumps(found, indent=1) if options.json else _spent_text(found))

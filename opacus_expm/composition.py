@@ -1,7 +1,7 @@
 """What a list of events costs together: the least of several valid totals, and filters for adaptive budgets.
 
-An event is an exponential-mechanism release, given by (ε_range, μ), or a run of DP-SGD steps, given by Opacus's
-(noise_multiplier, sample_rate, steps). Valid totals at δ:
+An event is an exponential-mechanism release, given by (ε_range, μ), one of which may be infinite, or a run of DP-SGD steps,
+given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
 
 * ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
@@ -46,6 +46,7 @@ from opacus_expm.density import Array
 
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
 _FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+_SHARES = len(_FILTER_ORDERS) + 2  # of δ: one for each order, one for Gaussian composition, one for failures
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
@@ -59,7 +60,7 @@ class Event(Protocol):
 
     @property
     def epsilon_range(self) -> float:
-        """Length of the interval that contains the privacy loss."""
+        """Length of the interval that contains the privacy loss, possibly infinite."""
 
     @property
     def mu(self) -> float:
@@ -108,7 +109,7 @@ def _failure_delta(epsilon: float, failure: float) -> float:
 def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ, were every draw exact."""
     pure = math.fsum(e.epsilon_range for e in events)
-    candidates = [Total(pure, "pure")] if not steps else []
+    candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
     if delta > 0:
         candidates.append(Total(_rdp_epsilon(events, steps, delta), "rdp"))
         if steps and events:
@@ -277,13 +278,31 @@ def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: floa
 class Filter:
     """A budget (ε, δ), declared before the first event, that adaptively chosen events may use up.
 
-    An event passes if afterwards at least one of these holds: Σ ε_range ≤ ε; for one of a fixed set of Rényi orders,
-    the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for pure
-    budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022). Their
-    union is valid when δ is shared among those that need one: which conditions held is a function of the outputs,
-    so that the event of a bad output splits into parts, one for each filter, and the parts' δ add up. The first events
-    that are planned together are fixed before any output exists; if their total (``total_epsilon``) fits the budget they
-    pass too, and if they pass by that alone, nothing passes after them, because the other conditions only get harder.
+    An event passes if afterwards at least one of these conditions holds: Σ ε_range ≤ ε; for one of a fixed set of Rényi
+    orders, the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for
+    pure budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022).
+
+    **Their union** is valid when δ is shared among those that need one. Let P and Q be the laws of all outputs on two
+    neighbouring data sets, for someone who chooses each event after seeing the outputs before it. Which conditions hold at
+    the end is a function of the outputs. Let B_j be the outputs after which condition j is the first that holds. Conditions
+    only get harder, so condition j held at every moment before. Someone who chooses in the same way, but stops where
+    condition j would fail, is held by filter j, and does the same on B_j. So P(S ∩ B_j) ≤ e^ε Q(S ∩ B_j) + δ_j for every set
+    S of outputs, and the sum over j is P(S) ≤ e^ε Q(S) + Σδ_j, where Σδ_j ≤ δ.
+
+    **Failures.** Draws made in secure mode are within a total variation of the exact mechanism. The sum Σ of these adds
+    (1+e^ε)Σ to δ (``total_epsilon``), for the largest Σ that the outputs can lead to. So failures have a share of δ of their
+    own, which is the same whatever comes. (Were they taken off δ as they come, parts with few of them would keep too much.)
+
+    **A plan** is a list of events that is fixed before any output exists. If it comes first, and its total
+    (``total_epsilon``, which may need all of δ) is within the budget, it may be charged even where no condition holds
+    for the whole of it. That adds a part A to the parts B_j: the outputs after which the charges are those of the plan,
+    or its first ones, and no others. Whoever stops early looks at some of the plan's outputs, so P(S ∩ A) ≤ e^ε Q(S ∩
+    A) + δ. All of δ is gone with that, and of the other parts only the pure one may exist, whose δ_j is zero. **From
+    the first charge of such a plan on, nothing passes but the rest of the plan, and what the pure condition admits**,
+    also after the plan was given up. (Else one could look at its first outputs, and then either complete it or use the
+    shares of the other conditions, for which together the proof needs 2δ.) A first event that passes by its own total
+    is a plan of one charge. That need not be remembered: where no condition holds for it, none holds for it and others
+    together.
     """
 
     epsilon: float
@@ -291,18 +310,18 @@ class Filter:
 
     def admits(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
         """Whether these events together are within the budget."""
-        failure = math.fsum(e.failure_probability for e in events)
-        delta = self.delta - (1 + math.exp(min(self.epsilon, 700.0))) * failure if failure else self.delta
-        if delta < 0:
-            return False
         slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
+        failure = _failure_delta(self.epsilon, math.fsum(e.failure_probability for e in events))
+        first = len(events) == 1 and not steps and failure <= self.delta
+        if first and _exact_total(events, [], self.delta - failure).epsilon <= slack:
+            return True
+        share = self.delta / _SHARES
+        if failure > share:
+            return False
         if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
             return True
-        if len(events) == 1 and not steps and _exact_total(events, [], delta).epsilon <= slack:
-            return True
-        if delta == 0:
+        if self.delta == 0:
             return False
-        share = delta / (len(_FILTER_ORDERS) + 1)
         for i, order in enumerate(_FILTER_ORDERS):
             rdp = math.fsum(_rdp(e.epsilon_range, e.mu, order) for e in events)
             rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)
@@ -314,8 +333,12 @@ class Filter:
         mu = _gaussian_total(events)
         return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share
 
-    def admits_plan(self, events: Sequence[Event], steps: Sequence[Steps], plan: Sequence[Event]) -> bool:
-        """Whether the planned events, fixed in advance, are within the budget after what was spent."""
-        if not events and not steps and total_epsilon(plan, [], self.delta).epsilon <= self.epsilon * (1 + 1e-12):
-            return True
-        return self.admits([*events, *plan], steps)
+    def admits_pure(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
+        """Whether these events together are within the budget by their ranges, without any part of δ."""
+        if steps or any(e.failure_probability for e in events):
+            return False
+        return math.fsum(e.epsilon_range for e in events) <= self.epsilon * (1 + 1e-12)
+
+    def admits_total(self, plan: Sequence[Event]) -> bool:
+        """Whether a plan that comes first is within the budget by its total."""
+        return total_epsilon(plan, [], self.delta).epsilon <= self.epsilon * (1 + 1e-12)

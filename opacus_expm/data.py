@@ -6,14 +6,26 @@ one record's worth, so a loader that may repeat, drop or duplicate records is re
 | loader | verdict | because |
 |---|---|---|
 | sequential, or shuffled without replacement | accepted | every record once |
-| ``SubsetRandomSampler``, ``Subset`` with distinct indices | accepted | every chosen record once |
+| ``SubsetRandomSampler``, ``Subset``, ``ConcatDataset`` that name a record once | accepted | every chosen record once |
+| a ``Subset``, ``ConcatDataset`` or ``ChainDataset`` that names a record twice | refused | it would count twice |
 | ``drop_last=True`` (when a batch could be dropped) | refused | without one record, a dropped one comes back |
 | with replacement, ``num_samples``, ``WeightedRandomSampler`` | refused | a record may count twice |
 | Opacus's Poisson sampling (``DPDataLoader``) | refused | a record may be missing or come back |
 | ``DistributedSampler`` with two or more replicas | refused | it pads by repeating or drops; ``part_of`` does neither |
 | any other sampler | refused | what it visits is not known |
+| a ``DataLoader`` subclass that iterates in its own way | refused | what it yields is not known |
 | iterable data set with two or more workers | refused | each worker may yield every record |
 | ``batch_size=None`` | refused | what one record is would not be known |
+| a collate function that works on whole batches | refused | a record's row depends on others (see ``collating``) |
+| ``public_loader`` with a record of the private loader | refused | what is learnt there is not charged |
+
+What is accepted is not iterated itself: ``each_alone`` makes a plain loader of its parts, which fetches and collates one
+record at a time. So neither a ``__getitems__`` nor a collate function is ever shown two private records at once, and a data
+set whose length changes while it is read has no record twice.
+
+**What cannot be seen.** That two data set objects read one file or hold equal records, which are legal and count each. That
+what a data set gives for an index depends on what it was asked before, or on its other records. Which records a wrapper of
+the user's own names (see ``records``).
 """
 
 from __future__ import annotations
@@ -31,9 +43,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -41,11 +56,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from tqdm.auto import tqdm
 
-from opacus_expm import _check
+from opacus_expm import _check, records
+from opacus_expm.collating import PLAIN, Alone
 from opacus_expm.model import cast_inputs, take
 
 _KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
+_MAGIC = {"__iter__", "__getattr__", "__getattribute__"}  # of a loader; how it is made or printed plays no part
 
 
 def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
@@ -59,6 +76,18 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
         raise TypeError(f"{name} must be a torch.utils.data.DataLoader, got {type(loader).__name__}; {_WAY_OUT}")
     if loader.batch_size is None and loader.batch_sampler is None:
         raise ValueError(f"{name} has batch_size=None, so what one record is would not be known; {_WAY_OUT}")
+    batches = loader.batch_sampler
+    if isinstance(batches, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        raise ValueError(
+            f"{name} uses Poisson sampling, which may skip or repeat records; pass the loader as it was before "
+            "PrivacyEngine.make_private, or make_private(..., poisson_sampling=False)"
+        )
+    own = _own_iteration(loader)
+    if own:
+        raise ValueError(
+            f"{name} is a {type(loader).__name__} with its own {', '.join(own)}, so it is not known to yield every record "
+            f"once; {_WAY_OUT}, and put what it does to a record into the data set"
+        )
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers > 1:
             raise ValueError(
@@ -67,24 +96,18 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
             )
         if loader.drop_last:
             raise ValueError(f"{name} has drop_last=True: removing a record would re-admit a dropped one; {_WAY_OUT}")
+        _check_distinct(loader, name)
         return loader
     if len(loader.dataset) == 0:  # type: ignore[arg-type]
         raise ValueError(f"{name} is empty: its data set has no record")
-    _check_distinct(loader.dataset, name)
-    batches = loader.batch_sampler
-    if isinstance(batches, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
-        raise ValueError(
-            f"{name} uses Poisson sampling, which may skip or repeat records; pass the loader as it was before "
-            "PrivacyEngine.make_private, or make_private(..., poisson_sampling=False)"
-        )
     if type(batches) is not BatchSampler:
         raise ValueError(
             f"{name} has a batch_sampler of type {type(batches).__name__}, not known to visit "
             f"every record once; {_WAY_OUT}"
         )
     _check_sampler(batches.sampler, len(loader.dataset), name)  # type: ignore[arg-type]
-    visited = len(batches.sampler)  # type: ignore[arg-type]
-    if batches.drop_last and visited % batches.batch_size:
+    _check_distinct(loader, name)
+    if batches.drop_last and len(batches.sampler) % batches.batch_size:  # type: ignore[arg-type]
         raise ValueError(
             f"{name} has drop_last=True: removing one record would re-admit a dropped one, so that neighbouring data "
             f"sets differ in two; {_WAY_OUT} and drop_last=False"
@@ -92,18 +115,38 @@ def check_loader(loader: object, name: str = "loader") -> DataLoader[Any]:
     return loader
 
 
-def _check_distinct(dataset: Any, name: str) -> None:
-    """Refuse a ``Subset`` that lists a record twice, at any depth."""
-    while isinstance(dataset, Subset):
-        if _repeats(dataset.indices, len(dataset.dataset)):  # type: ignore[arg-type]
-            raise ValueError(f"{name} has a Subset with repeated indices: a record would count twice; drop repeats")
-        dataset = dataset.dataset
+def check_public(public_loader: object, loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
+    """A loader that ``check_loader`` accepts and that has no record in common with the private one, or an error.
+
+    Raises:
+        TypeError, ValueError: as ``check_loader``, or because a record is in both.
+    """
+    public = check_loader(public_loader, "public_loader")
+    if records.shared(public.dataset, visited(public), loader.dataset, visited(loader)):
+        raise ValueError(
+            f"public_loader names records of {name}: what is measured on public data is neither clipped nor charged, so no "
+            "private record may be in it; pass other data, or leave public_loader out"
+        )
+    return public
 
 
-def _repeats(indices: Any, size: int) -> bool:
-    """Whether an index occurs twice, counted from either end."""
-    places = [int(i) % size for i in indices]
-    return len(set(places)) != len(places)
+def _own_iteration(loader: DataLoader[Any]) -> list[str]:
+    """What a subclass of torch's loader, or an attribute of this one, puts in the place of torch's own."""
+    plain: Any = DataLoader([0])  # type: ignore[arg-type]
+    torchs = {name for name in {*vars(DataLoader), *vars(plain)} if not name.startswith("__")} | _MAGIC
+    subclasses = [c for c in type(loader).__mro__ if c not in DataLoader.__mro__]
+    defined = {name for c in subclasses for name in vars(c)} & torchs
+    shadowed = {name for name in vars(loader) if callable(vars(DataLoader).get(name))}
+    return sorted(defined | shadowed)
+
+
+def _check_distinct(loader: DataLoader[Any], name: str) -> None:
+    """Refuse a data set that names a record twice, at any depth."""
+    if records.named_twice(loader.dataset, visited(loader)):
+        raise ValueError(
+            f"{name} names a record twice, by repeated indices of a Subset or by a data set that comes twice in a "
+            "ConcatDataset or ChainDataset: it would count twice; name every record once"
+        )
 
 
 def _check_sampler(sampler: Any, size: int, name: str) -> None:
@@ -122,7 +165,7 @@ def _check_sampler(sampler: Any, size: int, name: str) -> None:
                 f"once; {_WAY_OUT}"
             )
     elif type(sampler) is SubsetRandomSampler:
-        if _repeats(sampler.indices, size):
+        if records.repeat(sampler.indices, size):
             raise ValueError(
                 f"{name} uses SubsetRandomSampler with repeated indices: a record would count twice; drop repeats"
             )
@@ -174,13 +217,43 @@ def part_of(
         )
     if len(indices) < ranks:
         raise ValueError(f"{name} has fewer records than there are ranks ({ranks}); use fewer ranks")
-    batches = loader.batch_sampler
-    assert isinstance(batches, BatchSampler)
+    return _of_parts(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
+
+
+def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
+    """A plain loader over the records of a checked one, whose rows depend on their own record alone.
+
+    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length
+    changes; it fetches and collates one record at a time (``collating.Alone``). Its workers end with it.
+    """
+    # A loader of one whole batch is that of a training loop, and its batch came out of a loader like the one made here.
+    if loader.batch_sampler is None or _whole_batches(loader):
+        return loader
+    collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
+    if isinstance(loader.dataset, IterableDataset):
+        return _of_parts(loader, loader.dataset, None, collate_fn=collate)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    sampler = loader.batch_sampler.sampler
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    order: Sampler[int] = SequentialSampler(range(size))
+    if type(sampler) is RandomSampler:
+        order = RandomSampler(range(size), generator=sampler.generator)
+    elif type(sampler) is SubsetRandomSampler:
+        order = SubsetRandomSampler([int(i) for i in sampler.indices], generator=sampler.generator)
+    dataset = _OneAtATime(loader.dataset) if _fetches_batches(loader.dataset) else loader.dataset
+    return _of_parts(loader, dataset, order, collate_fn=collate)
+
+
+def _of_parts(
+    loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any
+) -> DataLoader[Any]:
+    """A plain loader with the options of another."""
     return DataLoader(
-        Subset(loader.dataset, indices[rank::ranks][start:]),
-        batch_size=batches.batch_size,
+        dataset,
+        sampler=order,
+        batch_size=batch_size(loader),
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -188,7 +261,72 @@ def part_of(
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
     )
+
+
+class _OneAtATime(Dataset[Any]):
+    """A data set that could fetch several records at once, asked for one at a time."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        found = self._dataset.__getitems__([index])
+        if not isinstance(found, list) or len(found) != 1:
+            raise ValueError(
+                f"{type(self._dataset).__name__}.__getitems__ must give a list with one record for each index; or leave it "
+                "out, and give single records by __getitem__"
+            )
+        return found[0]
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """Whether code that is not torch's is given the indices of several records at once."""
+    if type(dataset) is Subset:
+        return _fetches_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return any(map(_fetches_batches, parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+class Rows(Dataset[Any]):
+    """Two tensors, from which ``rows_loader`` takes a batch at once by its indices: empty ones included."""
+
+    def __init__(self, x: Tensor, y: Tensor):
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(indices, dtype=torch.long)
+        return self.x[index], self.y[index]
+
+
+def as_it_is(batch: Any) -> Any:
+    """A collate function for batches that are whole already."""
+    return batch
+
+
+def rows_loader(x: Tensor, y: Tensor, batch_size: int) -> DataLoader[Any]:
+    """Batches in order, without the cost of putting them together record by record."""
+    return DataLoader(Rows(x, y), batch_size=batch_size, collate_fn=as_it_is)
+
+
+def _whole_batches(loader: DataLoader[Any]) -> bool:
+    """Whether batches are rows of tensors, cut by indices and nothing else."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is Rows and loader.collate_fn is as_it_is
 
 
 def visited(loader: DataLoader[Any]) -> Sequence[int] | None:
@@ -218,8 +356,8 @@ class Pieces:
     **Out of memory.** All pieces have one shape, so whether they fit is a fact about the machine, the model and the shape
     of a record, not about the values of the records. When they do not, the size is halved, from 16 to single records, and
     the pass starts again from its first record: no record is seen in two sizes, and the sums are those of a pass that had
-    the smaller size from the beginning. Where the shape of a batch depends on its records (sequences padded to the longest
-    one), so may the size, and with it the rounding of the other records: pad to a public length.
+    the smaller size from the beginning. Where records of several shapes come in batches of
+    one, the size may depend on the largest of them, and with it the rounding of the others: pad to a public length.
 
     Args:
         max_physical_batch_size: records at a time; None takes the loader's batches.
@@ -284,6 +422,20 @@ def split_batch(batch: Any, name: str = "loader") -> tuple[Any, Tensor]:
     return inputs, targets
 
 
+def _check_constants(inputs: Any, name: str) -> None:
+    """Refuse what is no tensor and not the same for all records: the model would be given it whole, beside single rows."""
+
+    def without_tensors(part: Any) -> bool:
+        return isinstance(part, list | tuple) and not any(isinstance(t, Tensor) for t in pytree.tree_leaves(part))
+
+    for leaf in pytree.tree_leaves(inputs, is_leaf=without_tensors):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise ValueError(
+                f"{name} gives the model a {type(leaf).__name__} beside the tensors, of which it is not known what belongs "
+                "to which record; leave it out, or make it a tensor with one row for each record"
+            )
+
+
 def batches(
     loader: DataLoader[Any],
     *,
@@ -305,21 +457,24 @@ def batches(
         name: the argument's name, for messages.
 
     Raises:
-        ValueError: a batch that is not a pair, an empty loader, or a number of records other than the sampler's
-            (a collate function must not drop or repeat records). The message holds no count.
+        ValueError: a collate function that works on whole batches, a batch that is not a pair of tensors and constants, an
+            empty loader, or a number of records other than the sampler's. The message holds no count.
     """
     if max_physical_batch_size is not None:
         _check.positive_int("max_physical_batch_size", max_physical_batch_size)
-    expected = dataset_size(loader)
+    plain = each_alone(loader, name)
+    expected = dataset_size(plain)
     disable = None if progress is None else not progress
     seen = 0
     # The bar counts whole batches' worth of records: public where len(dataset) is, and no bar is shown for unsized data.
     full = batch_size(loader) or 1
-    total = None if expected is None else len(loader) * full
+    total = None if expected is None else len(plain) * full
     hidden = True if expected is None else disable
     with tqdm(desc=name, total=total, unit="record", unit_scale=True, disable=hidden, leave=False) as bar:
-        for batch in loader:
+        for batch in plain:
             inputs, targets = split_batch(batch, name)
+            if plain is not loader:
+                _check_constants(inputs, name)
             seen += targets.shape[0]
             step = max_physical_batch_size or max(targets.shape[0], 1)
             for start in range(0, targets.shape[0], step):
@@ -330,5 +485,5 @@ def batches(
         raise ValueError(f"{name} is empty: it yielded no record")
     if expected is not None and seen != expected:
         raise ValueError(
-            f"{name} did not yield every record exactly once: its collate function must keep all records of a batch"
+            f"{name} did not yield every record exactly once: its data set and collate function must keep all records"
         )

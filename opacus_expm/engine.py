@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, data, swap
-from opacus_expm.accountant import ExpMAccountant, PlannedEvent, Purchase, Release
+from opacus_expm.accountant import ExpMAccountant, NotCopied, Purchase, Release
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -45,9 +45,11 @@ from opacus_expm.calibration import (
     allowances,
     calibrate_within,
     check_request,
+    cost_whatever_the_bounds,
     default_regularization,
 )
 from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
+from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
@@ -65,7 +67,7 @@ P = ParamSpec("P")
 SAMPLERS: dict[str, Sampler] = {"exact": Exact(), "gibbs": Gibbs(), "rejection": PlainRejection()}
 
 
-class ExpMQuadEngine:
+class ExpMQuadEngine(NotCopied):
     """Private fine-tuning in one draw; parallels ``opacus.PrivacyEngine``.
 
     Args:
@@ -73,14 +75,15 @@ class ExpMQuadEngine:
             trained on the same data); a new one by default.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
             (see ``opacus_expm.secure``).
-        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched.
+        budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
+            the ledger: declare it when the ledger begins, and leave it out to go on with one.
         ledger_path: append-only file in which every charge is on disk before its draw.
         distributed: share the work among the ranks of ``torch.distributed``. None does so where a process group of several
             ranks is initialised, as under ``torchrun``: every rank then makes the same calls with a loader over the whole
             data set, visits its own part of it, and gets the same model; one of them charges and draws (see
             ``opacus_expm.ranks``). False works in this process alone; True insists on a process group.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> from opacus_expm import ExpMQuadEngine
@@ -249,8 +252,11 @@ class ExpMQuadEngine:
         with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **arguments):
             plan = self._rounds(loader, proj_dim, pieces=data.Pieces(max_physical_batch_size), **arguments)
             module = model
-            for number in range(plan.count):
-                module = plan.draw(plan.begin(module, number)(loader), number)
+            try:
+                for number in range(plan.count):
+                    module = plan.draw(plan.begin(module, number)(loader), number)
+            finally:
+                plan.end()
         return module
 
     @contextmanager
@@ -319,6 +325,10 @@ class ExpMQuadEngine:
         are gathered in ``backward``, and the ``step`` after an epoch's last batch draws the next weights. What the loop may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
 
+        Where there is a budget, the first draw reserves the rounds that are left, so that nothing else can take their place.
+        A loop that is not going to be finished is given up by calling this again for its module, by
+        ``engine.accountant.give_up()``, or by dropping the module and what was returned.
+
         Args:
             module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
                 ``requires_grad`` move, and have to be the optimizer's.
@@ -373,6 +383,8 @@ class ExpMQuadEngine:
                 "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
             )
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
+        if public_loader is not None:
+            data.check_public(public_loader, data_loader, "data_loader")
         clipping, grad_sample_mode = swap.check_protocol(
             loss,
             batch_first=batch_first,
@@ -421,6 +433,7 @@ class ExpMQuadEngine:
             pieces=data.Pieces(max_physical_batch_size or data.batch_size(data_loader)),
             noise_generator=noise_generator,
             progress=progress,
+            instead_of=swap.unfinished(module),
         )
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
 
@@ -487,6 +500,7 @@ class ExpMQuadEngine:
         the pass is complete. It needs a ``projection_seed``, and bounds that are not bought.
 
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
+        Where bounds were bought, only an engine whose ledger paid for them can release from it.
         """
         options: dict[str, Any] = {
             "criterion": criterion,
@@ -517,9 +531,19 @@ class ExpMQuadEngine:
                 raise ValueError(
                     "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
                 )
+            if public_loader is not None:  # before anything is measured on it
+                data.check_public(public_loader, data.check_loader(loader))
             curvature = self._public_curvature(model, proj_dim, **options)
             bench, settled = self._settle(
-                model, loader, proj_dim, given=given, curvature=curvature, known=None, **settings, **options
+                model,
+                loader,
+                proj_dim,
+                given=given,
+                curvature=curvature,
+                known=None,
+                admission=None,
+                **settings,
+                **options,
             )
             kept = None
             if private_checkpoint is not None:
@@ -579,7 +603,8 @@ class ExpMQuadEngine:
         progress: bool | None,
         given: Bounds,
         curvature: PublicCurvature | None,
-        known: tuple[Bounds, str] | None,
+        known: tuple[Bounds, str, frozenset[str]] | None,
+        admission: Admission | None,
     ) -> tuple[Workbench, dict[str, Any]]:
         """What ``gather`` needs before its pass: a workbench, and the bounds, after the first round those of that."""
         ranks = self._ranks
@@ -604,7 +629,7 @@ class ExpMQuadEngine:
         data.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
         if public_loader is not None:
-            data.check_loader(public_loader, "public_loader")
+            data.check_public(public_loader, loader)
         joint_radius: float | None = None
         if clipping == "joint":
             if radius is None:
@@ -612,9 +637,9 @@ class ExpMQuadEngine:
             joint_radius = _check.positive("radius", radius)
         remembered: Remembered | None = None
         missing = [name for name, value in given.items() if value is None]
-        source = "given"
+        source, receipts = "given", frozenset[str]()
         if known is not None:
-            given, source = known
+            given, source, receipts = known
         elif bounds == "paper":
             given, source = self._paper_bounds(model, loader, settings), "paper"
         elif missing and public_loader is not None:
@@ -623,8 +648,8 @@ class ExpMQuadEngine:
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
             self._check_covered("exact", noise_generator)
-            given, remembered = self._buy_bounds(
-                bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius
+            given, receipts, remembered = self._buy_bounds(
+                bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius, admission
             )
             source = "bought"
         elif missing:
@@ -644,6 +669,7 @@ class ExpMQuadEngine:
             "max_curvature": c_h,
             "nominal_size": size,
             "bounds": source,
+            "receipts": receipts,
             "joint_radius": joint_radius,
             "remembered": remembered,
             "ranks": ranks,
@@ -814,15 +840,18 @@ class ExpMQuadEngine:
         adjacency: str,
         noise_generator: torch.Generator | np.random.Generator | None,
         joint_radius: float | None,
-    ) -> tuple[Bounds, Remembered]:
+        admission: Admission | None,
+    ) -> tuple[Bounds, frozenset[str], Remembered]:
         """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
+        ranks = self._ranks
         purchases = [
-            Purchase(price, adjacency, name, QUANTILES[name], nominal_size, self._noise(noise_generator))
+            Purchase(
+                price, adjacency, name, QUANTILES[name], nominal_size, ranks.random_name(), self._noise(noise_generator)
+            )
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
             warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
-        ranks = self._ranks
         remembered = bench.remember(
             loader, curvature=given["max_curvature"] != 0, joint_radius=joint_radius, ranks=ranks
         )
@@ -834,12 +863,12 @@ class ExpMQuadEngine:
             counts = ranks.summed(torch.from_numpy(grid_counts(remembered.norms[purchase.bound]))).numpy()
             bound = math.nan
             if noise is not None:
-                self.accountant.record(purchase)
+                self.accountant.record(purchase, admission=admission)
                 bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, adjacency, noise)
             found[purchase.bound] = float(ranks.from_leader(torch.tensor([bound], dtype=torch.float64)))
             if not ranks.leads:
-                self.accountant.note(purchase)
-        return found, remembered
+                self.accountant.note(purchase, admission=admission)
+        return found, frozenset(purchase.receipt for purchase in purchases), remembered
 
     def release(
         self,
@@ -872,7 +901,8 @@ class ExpMQuadEngine:
         with self._on_all_ranks(statistics=statistics, radius=radius, **arguments):
             self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
             self._check_covered(sampler, noise_generator)
-            return self._draw(statistics, allowances(epsilon, delta)[0], radius, place=(1, 1), **arguments)
+            allowance = allowances(epsilon, delta)[0]
+            return self._draw(statistics, allowance, radius, place=(1, 1), admission=None, **arguments)
 
     def _draw(
         self,
@@ -889,6 +919,7 @@ class ExpMQuadEngine:
         sampler: str | Sampler,
         noise_generator: torch.Generator | np.random.Generator | None,
         place: tuple[int, int],
+        admission: Admission | None,
     ) -> nn.Module:
         """Charge, then draw, both on the leading rank; the model on every rank."""
         calibrated = self._calibrate(
@@ -899,15 +930,18 @@ class ExpMQuadEngine:
             adjacency=adjacency,
             calibration=calibration,
         )
+        self.accountant.check_paid(statistics.receipts)
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
         _check_denoise(denoise, sums.max_curvature)
+        epsilon_range, mu = calibrated.epsilon_range, calibrated.mu
+        if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
+            epsilon_range, mu = cost_whatever_the_bounds(allowance, calibrated.method, adjacency)
         release = Release(
-            epsilon_range=calibrated.epsilon_range,
-            # Not fixed in advance where it follows from bought bounds: only what was allowed may count then.
-            mu=calibrated.mu if statistics.bounds != "bought" or calibrated.method == "gaussian" else math.inf,
+            epsilon_range=epsilon_range,
+            mu=mu,
             adjacency=adjacency,
             epsilon=float(epsilon),
             delta=float(delta),
@@ -933,7 +967,7 @@ class ExpMQuadEngine:
         coordinates = np.zeros(subspace.dim)
         if density is not None:
             generator = noise_source(noise_generator)
-            self.accountant.record(release)
+            self.accountant.record(release, admission=admission)
             if self.secure_mode:
                 reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
                 fixed = FixedWork(proposals_needed(density.dim, reach))
@@ -942,7 +976,7 @@ class ExpMQuadEngine:
                 coordinates = draw.sample(density, generator)[0]
         coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
         if not ranks.leads:
-            self.accountant.note(release)
+            self.accountant.note(release, admission=admission)
         if denoise:
             variance = public_variance(
                 calibrated.inverse_temperature, ridge, statistics.nominal_size, radius, subspace.dim
@@ -1024,11 +1058,14 @@ class ExpMQuadEngine:
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
         """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
 
+        The saved ledger has to begin with what this engine's ledger holds, so that no charge is forgotten: load it with a
+        new engine, or with the one that saved it if nothing was charged since.
+
         Returns:
             The user's own entries.
 
         Raises:
-            ValueError: the file is no such checkpoint; module and ledger are unchanged.
+            ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -1096,6 +1133,7 @@ class ExpMQuadEngine:
         denoise: bool,
         calibration: str,
         sampler: str | Sampler,
+        instead_of: swap.Rounds | None = None,
         **options: Any,
     ) -> _Rounds:
         """Several rounds, with everything checked that can be refused before any data is touched, and admitted."""
@@ -1106,6 +1144,8 @@ class ExpMQuadEngine:
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
+        if options["public_loader"] is not None:
+            data.check_public(options["public_loader"], loader)
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
         buys = options["public_loader"] is None and options["bounds"] is None
         prices = _prices(given, epsilon, size) if buys else {}
@@ -1126,6 +1166,7 @@ class ExpMQuadEngine:
             self._plans(ways, prices, rounds, ridge, calibration, options["adjacency"]),
             radii,
             seed,
+            instead_of,
             gathering={"loader": loader, "proj_dim": proj_dim, "epsilon": epsilon, "given": given, **options},
             calibrating={
                 "regularization": regularization,
@@ -1168,13 +1209,9 @@ class ExpMQuadEngine:
         failure = FAILURE_PROBABILITY if self.secure_mode else 0.0
         draws = []
         for way in ways:
-            if calibration == "paper":  # whose ΔU is at least the width under add/remove, half of it under replace-one
-                records = 2 if adjacency == "replace_one" else 1
-                draws.append(PlannedEvent(records * way.epsilon / 2, math.inf, failure))
-            elif calibration != "gaussian":
-                draws.append(PlannedEvent(way.epsilon_range, math.inf, failure))
-            if calibration in ("auto", "gaussian") and way.mu > 0 and ridge:
-                draws.append(PlannedEvent(math.inf, way.mu, failure))
+            for method in ("range", "gaussian") if calibration == "auto" else (calibration,):
+                if method != "gaussian" or (way.mu > 0 and ridge):
+                    draws.append(PlannedEvent(*cost_whatever_the_bounds(way, method, adjacency), failure))
         return [[*map(PlannedEvent, prices.values()), *[draw] * rounds] for draw in draws]
 
     def _sampler(self, sampler: str | Sampler, *, simulated: bool = False) -> Sampler:
@@ -1242,6 +1279,7 @@ class _Rounds:
         plans: list[list[PlannedEvent]],
         radii: list[float],
         seed: int | None,
+        instead_of: swap.Rounds | None,
         *,
         gathering: dict[str, Any],
         calibrating: dict[str, Any],
@@ -1252,21 +1290,16 @@ class _Rounds:
         self._gathering, self._calibrating, self._drawing = gathering, calibrating, drawing
         self._way: Allowance | None = None
         self._curvature: PublicCurvature | None = None
-        self._known: tuple[Bounds, str] | None = None
-        # Admitted here, and followed wherever a round charges: a training loop's rounds outlive the call.
-        with engine.accountant.planned(plans, drawing["epsilon"], drawing["delta"]):
-            self._plan = engine.accountant._plan
+        self._known: tuple[Bounds, str, frozenset[str]] | None = None
+        # Admitted here, and named wherever a round charges: a training loop's rounds outlive the call.
+        earlier: Admission | None = instead_of._admission if isinstance(instead_of, _Rounds) else None
+        self._admission: Admission = engine.accountant.admit(
+            plans, drawing["epsilon"], drawing["delta"], instead_of=earlier
+        )
 
-    @contextmanager
-    def _following_the_plan(self) -> Iterator[None]:
-        """Charges inside are judged by the plan, unless something else was charged since."""
-        accountant = self._engine.accountant
-        other = accountant._plan
-        try:
-            accountant._plan = self._plan
-            yield
-        finally:
-            accountant._plan = other
+    def end(self) -> None:
+        """No further round is going to be drawn: nothing of the budget stays reserved."""
+        self._admission.end()
 
     @property
     def count(self) -> int:
@@ -1277,15 +1310,15 @@ class _Rounds:
         """A round that starts from ``module``: the function from a loader to the statistics of its records."""
         if number == 0:
             self._curvature = self._engine._public_curvature(module, **self._gathering)
-        with self._following_the_plan():  # bounds may be bought
-            bench, settled = self._engine._settle(
-                module,
-                radius=self._radii[number],
-                projection_seed=None if self._seed is None else self._seed + number,
-                curvature=self._curvature,
-                known=self._known,
-                **self._gathering,
-            )
+        bench, settled = self._engine._settle(
+            module,
+            radius=self._radii[number],
+            projection_seed=None if self._seed is None else self._seed + number,
+            curvature=self._curvature,
+            known=self._known,
+            admission=self._admission,  # bounds may be bought
+            **self._gathering,
+        )
         return functools.partial(bench.gather, **settled)
 
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
@@ -1301,16 +1334,17 @@ class _Rounds:
             self._known = (
                 {"max_grad_norm": sums.max_grad_norm, "max_curvature": sums.max_curvature},
                 statistics.bounds,
+                statistics.receipts,
             )
-        with self._following_the_plan():
-            return self._engine._draw(
-                statistics,
-                self._way,
-                self._radii[number],
-                place=(number + 1, self.count),
-                **self._calibrating,
-                **self._drawing,
-            )
+        return self._engine._draw(
+            statistics,
+            self._way,
+            self._radii[number],
+            place=(number + 1, self.count),
+            admission=self._admission,
+            **self._calibrating,
+            **self._drawing,
+        )
 
 
 def _radii(radius: float | Sequence[float], rounds: int) -> list[float]:

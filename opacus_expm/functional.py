@@ -8,17 +8,16 @@ memory for (records, r, p) at a time, kept below a fixed number of elements by w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch, take
+from opacus_expm.model import Layout, call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch, take
 from opacus_expm.projection import Projection
 
 _MAX_ELEMENTS = 2**25  # of the (records, r, p) block: 128 MiB in float32
@@ -31,19 +30,24 @@ class FunctionalRows:
         module: a working copy in evaluation mode.
         layout: places of its trainable parameters in R^p.
         projection: the map A.
+        restore: puts back what a forward pass changed in the module; called before each of them.
         one_by_one: without ``vmap``; None decides by whether the model has torch's recurrent layers, for which ``vmap``
             has no rule.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, projection: Projection, *, one_by_one: bool | None = None):
-        self._module = module
-        self._layout = layout
-        self._projection = projection
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        projection: Projection,
+        *,
+        restore: Callable[[], None] = lambda: None,
+        one_by_one: bool | None = None,
+    ):
+        self._module, self._layout, self._projection, self._restore = module, layout, projection, restore
         recurrent = any(isinstance(m, nn.RNNBase) for m in module.modules())
         self._one_by_one = recurrent if one_by_one is None else one_by_one
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self._trainable = {n: state.pop(n).detach() for n in layout.names}
-        self._constant = {n: t.detach() for n, t in state.items()}
+        self._trainable = {n: p.detach() for n, p in module.named_parameters() if n in layout.names}
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, …), and the function from cotangents (B, r, …) to rows (B, r, k).
@@ -53,16 +57,19 @@ class FunctionalRows:
         if self._one_by_one:
             return self._separate_graphs(inputs)
         axes = pytree.tree_map(lambda t: 0 if isinstance(t, Tensor) else None, inputs)
-        with _plain_attention():
+        with plain_attention():
             outputs = vmap(self._record, in_dims=(None, axes))(self._trainable, inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(inputs, axes, cotangents)
 
     def _record(self, trainable: dict[str, Tensor], inputs: Any) -> Tensor:
         """Outputs of one record, given without its batch dimension."""
         alone = pytree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, inputs)
-        wrapped = _Called(self._module)
-        state = {f"module.{n}": t for n, t in {**self._constant, **trainable}.items()}
-        outputs: Tensor = functional_call(wrapped, state, (alone,))
+        self._restore()
+        held = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
+        tensors = {**{n: t.detach() for n, t in held}, **trainable}
+        outputs: Tensor = functional_call(
+            _Called(self._module), {f"module.{n}": t for n, t in tensors.items()}, (alone,)
+        )
         return outputs[0]
 
     def _pull_back(self, inputs: Any, axes: Any, cotangents: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ class FunctionalRows:
         step = max(1, _MAX_ELEMENTS // (count * self._layout.size))
         for start in range(0, batch, step):
             piece = slice(start, start + step)
-            with _plain_attention():
+            with plain_attention():
                 found = vmap(gradients, in_dims=(axes, 0))(take(inputs, piece), cotangents[piece])
             out = rows[piece].flatten(0, 1)
             for name, offset in zip(self._layout.names, self._layout.offsets, strict=True):
@@ -90,8 +97,11 @@ class FunctionalRows:
         count = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
         named = dict(self._module.named_parameters())
         parameters = [named[n] for n in self._layout.names]
-        with torch.enable_grad():
-            outputs = [outputs_of(call(self._module, take(inputs, slice(i, i + 1))))[0] for i in range(count)]
+        outputs = []
+        for i in range(count):
+            self._restore()
+            with torch.enable_grad():
+                outputs.append(outputs_of(call(self._module, take(inputs, slice(i, i + 1))))[0])
 
         def pull_back(cotangents: Tensor) -> Tensor:
             rows = cotangents.new_zeros(*cotangents.shape[:2], self._projection.width)
@@ -117,19 +127,14 @@ class _Called(nn.Module):
         return outputs_of(call(self.module, inputs))
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention in plain operations: vmap has no rule for torch's fused inference kernels."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def functional_for(module: nn.Module, layout: Layout, projection: Projection, example: Any) -> FunctionalRows:
+def functional_for(
+    module: nn.Module,
+    layout: Layout,
+    projection: Projection,
+    example: Any,
+    *,
+    restore: Callable[[], None] = lambda: None,
+) -> FunctionalRows:
     """The gatherer that serves this model, tried on synthetic records: under ``vmap``, else one by one.
 
     Args:
@@ -137,14 +142,15 @@ def functional_for(module: nn.Module, layout: Layout, projection: Projection, ex
         layout: its trainable parameters.
         projection: the map A.
         example: inputs of one record, with a batch dimension of one; only its shape is used.
+        restore: puts back what a forward pass changed in the module.
 
     Raises:
         ValueError: naming the layer that cannot be differentiated, and the way out.
     """
-    rows = FunctionalRows(module, layout, projection)
+    rows = FunctionalRows(module, layout, projection, restore=restore)
     if _failure(rows, module, example) is None:
         return rows
-    rows = FunctionalRows(module, layout, projection, one_by_one=True)
+    rows = FunctionalRows(module, layout, projection, restore=restore, one_by_one=True)
     failure = _failure(rows, module, example)
     if failure is not None:
         where, error = failure

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from opacus_expm.independence import DependentRecords, check_mixing, may_branch, outputs_alone, same_randomness
 from opacus_expm.layer_rules import RULES, PerSampleGradients, Places, Rule
 from opacus_expm.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch
 from opacus_expm.projection import Projection
@@ -57,10 +58,19 @@ class ProjectedGradSampleModule(GradSampleModule):
         module: a working copy in evaluation mode; hooks are attached to it.
         layout: places of its trainable parameters in R^p.
         projection: the map A.
+        restore: puts back what a forward pass changed in the module; called before each of them.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, projection: Projection):
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        projection: Projection,
+        *,
+        restore: Callable[[], None] = lambda: None,
+    ):
         super().__init__(module, loss_reduction="sum", strict=False)
+        self._restore = restore
         named = dict(module.named_parameters())
         starts: dict[Tensor, int] = {named[n]: start for n, start in zip(layout.names, layout.offsets, strict=True)}
         self._places = Places(starts, projection)
@@ -123,7 +133,13 @@ class ProjectedGradSampleModule(GradSampleModule):
 
         **Privacy:** both hold private values of the batch.
         """
+        outputs, calls = self._forward(inputs)
+        return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
+
+    def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
+        """Outputs, with their graph, and every call of a hooked layer."""
         self._calls.clear()
+        self._restore()
         self._batch = next(t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
         self.hooks_enabled = True
         try:
@@ -132,7 +148,18 @@ class ProjectedGradSampleModule(GradSampleModule):
         finally:
             self.hooks_enabled = False
             calls, self._calls = self._calls, []
-        return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
+        return outputs, calls
+
+    def probed_outputs(self, inputs: Any) -> list[Tensor]:
+        """Outputs of each record, and what each layer gets from it, which a head of zeros would hide."""
+        outputs, calls = self._forward(inputs)
+        return [outputs.detach(), *(c.activation for c in calls if len(c.activation) == len(outputs))]
+
+    def probed_rows(self, inputs: Any) -> list[Tensor]:
+        """One row of each record, for the same cotangent at every record."""
+        outputs, pullback = self.outputs_and_pullback(inputs)
+        cotangent = torch.randn(outputs.shape[1:], generator=torch.Generator().manual_seed(2)).to(outputs)
+        return [pullback(cotangent.expand_as(outputs)[:, None])]
 
     @torch.no_grad()
     def _pull_back(self, outputs: Tensor, calls: list[_Call], cotangents: Tensor) -> Tensor:
@@ -181,19 +208,27 @@ class ProjectedGradSampleModule(GradSampleModule):
         return self._places.rule(layer, gradients)
 
 
-def hooks_for(module: nn.Module, layout: Layout, projection: Projection, example: Any) -> ProjectedGradSampleModule:
-    """Attach hooks to a working copy, after checking on a synthetic batch that they serve this model.
+def hooks_for(
+    module: nn.Module,
+    layout: Layout,
+    projection: Projection,
+    example: Any,
+    *,
+    restore: Callable[[], None] = lambda: None,
+) -> ProjectedGradSampleModule:
+    """Attach hooks to a working copy, after checking on synthetic batches that they serve this model.
 
     Three things that would be silently wrong are checked on batches made from the shape of ``example`` (random bits for
     its integers, noise for its floating values), so that the answer does not depend on a record: every hooked layer
-    keeps the batch in its first dimension; a record's outputs do not depend on the other records; and the rows add up
-    to what autograd computes, so that no parameter is used behind the hooks' back.
+    keeps the batch in its first dimension; the rows add up to what autograd computes, so that no parameter is used behind
+    the hooks' back; and a record's outputs and rows do not depend on the other records (see ``independence``).
 
     Args:
         module: working copy in evaluation mode.
         layout: its trainable parameters.
         projection: the map A.
         example: inputs of one record, with a batch dimension of one.
+        restore: puts back what a forward pass changed in the module.
 
     Raises:
         HooksCannotServe: with the layer and the reason.
@@ -202,9 +237,15 @@ def hooks_for(module: nn.Module, layout: Layout, projection: Projection, example
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
         if own and type(layer) not in RULES and any(True for _ in layer.buffers()):
             raise HooksCannotServe(f"layer {name!r} ({type(layer).__name__}) has buffers, which Opacus's hooks refuse")
-    hooked = ProjectedGradSampleModule(module, layout, projection)
+    branches = may_branch(outputs_alone(module), example)
+    restore()
+    hooked = ProjectedGradSampleModule(module, layout, projection, restore=restore)
     try:
         _probe(hooked, module, layout, projection, example)
+        check_mixing(hooked.probed_outputs, example, branches=branches, gradients=hooked.probed_rows)
+    except DependentRecords as error:
+        hooked.cleanup()
+        raise HooksCannotServe(str(error)) from error
     except (IndexError, RuntimeError) as error:
         hooked.cleanup()
         if ran_out_of_memory(error):
@@ -220,27 +261,23 @@ def _probe(
     hooked: ProjectedGradSampleModule, module: nn.Module, layout: Layout, projection: Projection, example: Any
 ) -> None:
     """The checks of ``hooks_for``."""
-    firsts = []
     for copies, seed in ((2, 0), (3, 1)):  # no sequence length is both 2 and 3
         inputs = synthetic_batch(example, copies, seed)
-        outputs, pullback = hooked.outputs_and_pullback(inputs)
+        with same_randomness():
+            outputs, pullback = hooked.outputs_and_pullback(inputs)
         if outputs.shape[0] != copies:
             raise ValueError(
                 f"model returned {outputs.shape[0]} rows for a batch of {copies}; its output must have the batch as "
                 "its first dimension"
             )
-        firsts.append(outputs[0])
         cotangents = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2)).to(outputs)
         rows = pullback(cotangents[:, None]).sum((0, 1))
 
-    if not all(bool(t.isfinite().all()) for t in (*firsts, rows)):
+    if not all(bool(t.isfinite().all()) for t in (outputs, rows)):
         raise HooksCannotServe("the model's outputs or gradients on synthetic inputs are not finite")
-    tolerance = 1e-3 * float(firsts[0].abs().max())
-    if not torch.allclose(firsts[0], firsts[1], rtol=0, atol=tolerance, equal_nan=True):
-        raise HooksCannotServe("a record's outputs depend on the other records of the batch")
 
     named = dict(module.named_parameters())
-    with torch.enable_grad():
+    with torch.enable_grad(), same_randomness():
         summed = (outputs_of(call(module, inputs)) * cotangents).sum()
         whole = torch.autograd.grad(summed, [named[n] for n in layout.names], allow_unused=True)
     expected = rows.new_zeros(1, projection.width)

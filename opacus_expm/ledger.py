@@ -6,6 +6,11 @@ a file cut off after a whole line cannot be told from an older one.) An entry is
 lock, before the draw it pays for, and nothing is ever truncated: killing the process at any moment cannot lose a charge.
 A line torn by a crash was never synced, so its draw was never made; it stays in the file, is ended by words that say so,
 and costs nothing. A crash while they are written only leaves a longer torn line.
+
+The file only grows, so what a process has once read from it or written to it must be its beginning for ever. A process
+that finds another beginning, or no file, refuses to go on: the file was deleted, cut or replaced, and with it charges would
+be lost. (A process that starts afterwards cannot know.) The lock and the file are those of the path without symbolic links,
+whatever the path by which a process opened them, and wherever its working directory goes.
 """
 
 from __future__ import annotations
@@ -38,8 +43,9 @@ class LedgerFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))
         self._lock = FileLock(f"{self.path}.lock")
+        self._seen = b""  # what the file began with when it was last read or written
 
     def locked(self) -> FileLock:
         """The lock between processes; to be held from ``entries`` to ``append``."""
@@ -49,10 +55,11 @@ class LedgerFile:
         """Every entry, verified; a torn last line is ended, and a missing header written.
 
         Raises:
-            LedgerError: a line that is not JSON, not linked to the one before it, or a foreign header.
+            LedgerError: a line that is not JSON, not linked to the one before it, or a foreign header; or a file that no
+                longer begins with what was seen of it before.
         """
         with self._lock:
-            content = self.path.read_bytes() if self.path.exists() else b""
+            content = self._content()
             *lines, tail = content.split(b"\n")
             found: list[dict[str, Any]] = []
             previous = b""
@@ -70,34 +77,48 @@ class LedgerFile:
                 if whole is not None:  # only its end of line is missing; a charge too many is safe
                     found.append(whole)
                     self._check_header(found)
-                    self._write(b"\n")
+                    content = self._write(content, b"\n")
                 elif _starts_with_entry(tail, previous) or not (found or _starts_header(tail, previous)):
                     raise LedgerError(f"{self.path}: the last line of the ledger is damaged, or it is no ledger")
                 else:
                     tail += _TORN + _digest(tail).encode() + b'"}'
-                    self._write(tail[-len(_TORN) - 66 :] + b"\n")
+                    content = self._write(content, tail[-len(_TORN) - 66 :] + b"\n")
                 previous = tail
             if found:
                 self._check_header(found)
             else:  # a new file, or one whose header was torn
-                self._write(_line(_HEADER, previous))
+                content = self._write(content, _line(_HEADER, previous))
+            self._seen = content
             return found[1:]
 
     def append(self, entry: dict[str, Any]) -> None:
         """Write one entry and wait until it is on disk."""
         with self._lock:
-            last = self.path.read_bytes().removesuffix(b"\n").split(b"\n")[-1]
-            self._write(_line({**entry, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}, last))
+            content = self._content()
+            last = content.removesuffix(b"\n").split(b"\n")[-1]
+            line = _line({**entry, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}, last)
+            self._seen = self._write(content, line)
+
+    def _content(self) -> bytes:
+        """The file as it is, which must begin with what was seen of it before."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content.startswith(self._seen):
+            raise LedgerError(
+                f"{self.path} was deleted, cut or replaced while it was in use, so that charges would be lost: it no longer "
+                "begins with what this process has seen of it. Put back the file as it was; until then nothing is charged. "
+                "What it held is in accountant.state_dict()"
+            )
+        return content
 
     def _check_header(self, found: list[dict[str, Any]]) -> None:
         if {k: found[0].get(k) for k in _HEADER} != _HEADER:
             raise LedgerError(f"{self.path} is not an opacus-expm ledger (version 1)")
 
-    def _write(self, content: bytes) -> None:
-        """Append all of it and wait until it is on disk."""
+    def _write(self, content: bytes, more: bytes) -> bytes:
+        """Append to the file, which has this content, and wait until all of it is on disk; its content then."""
         new = not self.path.exists()
         with self.path.open("ab") as file:  # buffered: a raw file may write a part and say nothing
-            file.write(content)
+            file.write(more)
             file.flush()
             os.fsync(file.fileno())
         if new and os.name == "posix":  # the name, too, must survive a loss of power
@@ -106,6 +127,7 @@ class LedgerFile:
                 os.fsync(directory)
             finally:
                 os.close(directory)
+        return content + more
 
 
 def _line(entry: dict[str, Any], last: bytes) -> bytes:

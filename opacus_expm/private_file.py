@@ -67,6 +67,7 @@ class PassFile:
         self.sums: ClippedSums | None = None
         self.records = 0  # visited so far
         self._written = time.monotonic()
+        _files.remove_parts(self._path)  # sums over private records, which a killed process has left
         if not self._path.exists():
             return
         content = read_private(self._path, self.KIND)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -157,6 +158,10 @@ class Ranks:
         self.ready()
         self._exchange(lambda group: dist.broadcast(received, 0, group))
         return received
+
+    def random_name(self) -> str:
+        """Sixteen random digits, the same on every rank."""
+        return f"{int(self.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Make public tensors, in place, those of the leading rank; they are sent only where a bit differs.

@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from opacus_expm.criteria import Criterion, CrossEntropy, MeanSquaredError, Soft
 from opacus_expm.density import Array, BallGaussian
 from opacus_expm.functional import functional_for
 from opacus_expm.grad_sample import HooksCannotServe, hooks_for
+from opacus_expm.independence import State
 from opacus_expm.model import (
     Layout,
     check_module,
@@ -51,7 +51,7 @@ from opacus_expm.sums import (
     clipped_sums,
     record_quadratics,
 )
-from opacus_expm.views import EachView, Views, with_views
+from opacus_expm.views import EachView, Views, check_each_alone, with_views
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch")
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
@@ -87,6 +87,7 @@ class Statistics(PrivateValues):
     curvature_samples: int | None
     views: str | None  # what the function is called
     shards: frozenset[str]  # one random name for each pass that took part
+    receipts: frozenset[str] = frozenset()  # of the bounds that were bought, for the ledger that paid (see Purchase)
 
     @cached_property
     def _spectrum(self) -> tuple[Array, Array | None, Array]:
@@ -161,6 +162,7 @@ class Statistics(PrivateValues):
                 nominal_size=merged.nominal_size + other.nominal_size,
                 bounds=max(merged.bounds, other.bounds, key=BOUNDS.index),
                 shards=merged.shards | other.shards,
+                receipts=merged.receipts | other.receipts,
             )
         return merged
 
@@ -440,6 +442,7 @@ class Workbench:
         max_curvature: float,
         nominal_size: int,
         bounds: str,
+        receipts: frozenset[str],
         joint_radius: float | None,
         remembered: Remembered | None,
         ranks: Ranks,
@@ -513,7 +516,8 @@ class Workbench:
             description(self._ready[1]),
             self._samples,
             None if self._views is None else str(described(self._views)),
-            frozenset([f"{int(ranks.from_leader(torch.tensor([secrets.randbits(63)]))):016x}"]),
+            frozenset([ranks.random_name()]),
+            receipts,
         )
 
     def _in_memory(self, loader: DataLoader[Any], name: str, once: Callable[[], T], *, restart: bool = True) -> T:
@@ -564,6 +568,8 @@ class Workbench:
         if self._ready is None:
             example = take(first[0], slice(0, 1))
             loss = make_criterion(self._criterion, first[1])
+            if self._views is not None:
+                check_each_alone(self._views, example)
             source = _row_source(self._working, self._layout, self._subspace, example, self._mode)
             self._ready = (source if self._views is None else EachView(source), loss)
         whole: Batches = itertools.chain([first], stream)
@@ -618,13 +624,21 @@ def nominal_size_of(loader: DataLoader[Any], nominal_size: int | None) -> int:
 def _row_source(
     module: nn.Module, layout: Layout, projection: Projection, example: Any, grad_sample_mode: str | None
 ) -> RowSource:
-    """Hooks where they can serve, else functorch; a fallback is said."""
+    """Hooks where they can serve, else functorch; a fallback is said, and so is state that is put back."""
+    state = State(module, example)
+    if state.changed:
+        warnings.warn(
+            f"model changes {', '.join(state.changed)} in its forward pass, also in evaluation mode; this is put back "
+            "before every piece of the pass, so that no record sees another one's traces",
+            UserWarning,
+            stacklevel=2,
+        )
     if grad_sample_mode == "functorch":
-        return functional_for(module, layout, projection, example)
+        return functional_for(module, layout, projection, example, restore=state.restore)
     try:
-        return hooks_for(module, layout, projection, example)
+        return hooks_for(module, layout, projection, example, restore=state.restore)
     except HooksCannotServe as reason:
         if grad_sample_mode == "hooks":
             raise ValueError(f"grad_sample_mode='hooks' cannot serve this model: {reason}; use 'functorch'") from reason
         warnings.warn(f"using grad_sample_mode='functorch', because {reason}", UserWarning, stacklevel=2)
-        return functional_for(module, layout, projection, example)
+        return functional_for(module, layout, projection, example, restore=state.restore)

@@ -106,6 +106,9 @@ class Rounds(Protocol):
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
         """Charge, then draw."""
 
+    def end(self) -> None:
+        """No further round is going to be drawn."""
+
 
 # --- losses ---------------------------------------------------------------------------------------------------------
 
@@ -274,6 +277,7 @@ class Training(PrivateValues):
 
     def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds):
         self.module, self._criterion, self._loader, self._rounds = module, criterion, loader, rounds
+        self._plain: DataLoader[Any] | None = None  # made of the loader's parts, and iterated in its place
         self._gather: Gather | None = rounds.begin(module, 0)
         self._begun_at = _fingerprint(module)
         self._number = 0
@@ -298,7 +302,8 @@ class Training(PrivateValues):
         if self._epoch is not None:
             self._epoch.broken, self._epoch.statistics = message, None
         self._ended = message
-        self._epoch = self._gather = self._copy = None
+        self._epoch = self._gather = self._copy = self._plain = None
+        self._rounds.end()
         self._forward.remove()
 
     def batches(self) -> Iterator[Any]:
@@ -307,8 +312,10 @@ class Training(PrivateValues):
             self._leave(self._epoch)
         epoch = self._epoch = _Epoch()
         self._copy = None
+        if self._plain is None or not self._loader.persistent_workers:
+            self._plain = data.each_alone(self._loader, "data_loader")
         try:
-            for batch, tensors, last in _known_batches(self._loader):
+            for batch, tensors, last in _known_batches(self._plain):
                 epoch.give(tensors, last)
                 yield batch
                 if epoch.broken is None and 0 < epoch.counted < epoch.number:
@@ -691,6 +698,12 @@ def check_protocol(
     return ("separate" if clipping == "flat" else clipping), mode
 
 
+def unfinished(module: nn.Module) -> Rounds | None:
+    """The rounds of an unfinished loop of this module, which the next one puts an end to."""
+    earlier = vars(module).get("forward")
+    return earlier.training._rounds if isinstance(earlier, _Forward) else None
+
+
 def stand_ins(
     module: nn.Module, optimizer: optim.Optimizer, criterion: Loss, data_loader: DataLoader[Any], rounds: Rounds
 ) -> StandIns:
@@ -769,11 +782,7 @@ def _copy_into(parameters: dict[str, nn.Parameter], values: Mapping[str, Tensor]
         parameter.copy_(values[name])
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _one_batch(batch: tuple[Any, Tensor]) -> DataLoader[Any]:
     """A loader of a single batch that leaves torch's global random state alone."""
     one: Any = [batch]
-    return DataLoader(one, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator())
+    return DataLoader(one, batch_size=None, collate_fn=data.as_it_is, generator=torch.Generator())

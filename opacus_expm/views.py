@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from opacus_expm.independence import DependentRecords, check_mixing, may_branch
 from opacus_expm.sums import RowSource
 
 Views = Callable[[Any], Sequence[Any]]
@@ -59,6 +60,31 @@ def with_views(views: Views, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]
             raise ValueError(f"views must give {wanted}, got tensors of another length or of several shapes")
         stacked.append(torch.stack(seen, dim=1))
     return pytree.tree_unflatten(stacked, structure), torch.stack([targets] * len(found), dim=1)
+
+
+def check_each_alone(views: Views, example: Any) -> None:
+    """Raise unless the views of a record are made from that record alone (see ``independence``).
+
+    Args:
+        views: the user's function.
+        example: inputs of one record, with a batch dimension of one; shapes and types are all that is used.
+
+    Raises:
+        ValueError: records see each other, or ``views`` gave something else than views. The message holds no values.
+    """
+
+    def run(inputs: Any) -> list[Tensor]:
+        count = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
+        seen = with_views(views, inputs, torch.zeros(count))[0]
+        return [leaf for leaf in pytree.tree_leaves(seen) if isinstance(leaf, Tensor)]
+
+    try:
+        check_mixing(run, example, branches=may_branch(run, example))
+    except DependentRecords as error:
+        raise ValueError(
+            f"views must treat every record alone, and do not: {error}; make each view from the record itself and from "
+            "random numbers"
+        ) from error
 
 
 def pixel_shifts(images: Tensor) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Hypothesis without randomness of its own: the same examples in every run; a data cache for tests that need one.
+"""Hypothesis without randomness of its own: the same examples in every run; a data cache, and Opacus's
+engines, for tests that need them.
 
 With HYPOTHESIS_PROFILE=fuzz it looks for new examples instead, many of them, and keeps those that failed.
 """
@@ -9,6 +10,9 @@ import urllib.request
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from opacus import PrivacyEngine
+
+from opacus_expm import baselines, engine
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile(
@@ -31,9 +35,20 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def engines(monkeypatch):
+    """The Opacus engines that were made."""
+    made = []
+
+    def make(**options):
+        made.append(PrivacyEngine(**options))
+        return made[-1]
+
+    monkeypatch.setattr(baselines, "PrivacyEngine", make)
+    return made
+
+
+@pytest.fixture
 def seeded_noise(monkeypatch):
     """The same noise for every draw as if it came from the operating system: a budget accepts no generator."""
-    from opacus_expm import engine  # late: importing Opacus warns, which is an error while the configuration is read
-
     source = engine.noise_source
     monkeypatch.setattr(engine, "noise_source", lambda given: source(given or np.random.default_rng(5)))

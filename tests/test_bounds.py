@@ -1,5 +1,6 @@
 """Bought bounds: bounded range by enumeration, failure probability, what is charged and what is left for the draw."""
 
+import dataclasses
 import math
 import warnings
 
@@ -25,6 +26,8 @@ from opacus_expm.bounds import (
     score_width,
     warn_if_unreliable,
 )
+from opacus_expm.calibration import allowances, calibrate_within, cost_whatever_the_bounds
+from opacus_expm.sums import Sensitivity
 
 
 class Fixed:
@@ -226,6 +229,48 @@ def test_only_what_is_missing_is_bought(missing):
     assert draw.bounds == "bought"
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("calibration", ["range", "gaussian", "paper"])
+def test_charges_do_not_depend_on_what_was_bought(calibration, adjacency, rounds):
+    """A cost that followed from the bound that happened to come out would bound nothing where another one comes out."""
+    model, dataset = _task()
+    delta = 0.0 if calibration == "paper" else 1e-5
+    bought, charged, pure = set(), set(), set()
+    for seed in range(4):
+        engine = ExpMQuadEngine()
+        engine.make_private_expm(
+            *(model, _loader(dataset), 1.0, 0.3, 5),
+            delta=delta,
+            rounds=rounds,
+            calibration=calibration,
+            adjacency=adjacency,
+            regularization=1.0,
+            criterion=nn.MSELoss(),
+            noise_generator=np.random.default_rng(seed),
+        )
+        draws = [event for event in engine.accountant.releases if isinstance(event, Release)]
+        bought |= {(draw.max_grad_norm, draw.max_curvature) for draw in draws}
+        charged |= {(draw.epsilon_range, draw.mu) for draw in draws}
+        pure.add(engine.get_epsilon(0.0))
+        assert engine.get_epsilon(delta) <= 1.0
+    assert len(bought) > 1
+    assert len(charged) == len(pure) == 1
+    assert math.isinf(pure.pop()) == (calibration == "gaussian")
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.floats(1e-3, 1e3))
+def test_the_papers_calibration_costs_no_more_than_is_planned_whatever_the_bounds(adjacency, c_g, c_h, radius):
+    (allowance,) = allowances(1.0, 0.0)
+    sensitivity = Sensitivity(c_g, c_h, False, adjacency)
+    settings = {"radius": radius, "regularization": 1.0, "nominal_size": 10, "calibration": "paper"}
+    most, _ = cost_whatever_the_bounds(allowance, "paper", adjacency)
+    assert calibrate_within(allowance, sensitivity, **settings).epsilon_range <= most * (1 + 1e-12)
+    if c_h == 0:  # reached
+        assert calibrate_within(allowance, sensitivity, **settings).epsilon_range == pytest.approx(most)
+
+
 def test_gradient_only_needs_one_bound():
     model, dataset = _task()
     engine = ExpMQuadEngine()
@@ -307,6 +352,60 @@ def test_purchases_survive_the_ledger(tmp_path):
     state["releases"][0]["bound"] = "something else"
     with pytest.raises(ValueError, match="bound must be one of"):
         other.accountant.load_state_dict(state)
+
+
+def test_statistics_belong_to_the_ledger_that_paid_for_their_bounds(tmp_path):
+    """Released from another one, the purchase would be in no total; equal purchases of others do not count."""
+    model, dataset = _task()
+    path = tmp_path / "ledger.jsonl"
+    engine = ExpMQuadEngine(ledger_path=path)
+    options = {"criterion": nn.MSELoss(), "epsilon": 1.0}
+    statistics = engine.gather(model, _loader(dataset), 5, **options)
+    spent = engine.get_epsilon()
+    assert spent > 0
+    alike = ExpMQuadEngine()
+    alike.gather(model, _loader(dataset), 5, **options)
+    facts = [[dataclasses.replace(p, receipt="") for p in e.accountant.releases] for e in (engine, alike)]
+    assert facts[0] == facts[1]
+    for other in (ExpMQuadEngine(), alike):
+        before = list(other.accountant.releases)
+        with pytest.raises(
+            ValueError, match="bought, and charged to another ledger: release from them with the engine"
+        ):
+            other.release(statistics, 0.5, 0.3)
+        assert other.accountant.releases == before
+    loaded = ExpMQuadEngine()
+    loaded.accountant.load_state_dict(engine.accountant.state_dict())
+    sharing = [ExpMQuadEngine(accountant=engine.accountant), ExpMQuadEngine(ledger_path=path), engine, loaded]
+    for number, paid in enumerate(sharing, start=1):
+        paid.release(statistics, 0.5, 0.3)
+        assert paid.get_epsilon() == pytest.approx(spent + 0.5 * (1 if paid is loaded else number))
+
+
+def test_every_round_knows_the_ledger_that_paid(monkeypatch):
+    model, dataset = _task()
+    engine, seen, draw = ExpMQuadEngine(), [], ExpMQuadEngine._draw
+    monkeypatch.setattr(
+        ExpMQuadEngine, "_draw", lambda self, s, *a, **o: seen.append(s.receipts) or draw(self, s, *a, **o)
+    )
+    engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, rounds=2, criterion=nn.MSELoss())
+    receipts = {event.receipt for event in engine.accountant.releases if isinstance(event, Purchase)}
+    assert len(receipts) == 2
+    assert seen == [receipts, receipts]
+
+
+def test_merged_statistics_need_every_receipt():
+    model, dataset = _task()
+    engine, other = ExpMQuadEngine(), ExpMQuadEngine()
+    options = {"criterion": nn.MSELoss(), "epsilon": 1.0, "projection_seed": 0, "nominal_size": 3000}
+    parts = [
+        used.gather(model, _loader(dataset), 5, noise_generator=np.random.default_rng(7), **options)
+        for used in (engine, other)
+    ]
+    merged = parts[0].merge(parts[1])  # the same bounds came out
+    for used in (engine, other):
+        with pytest.raises(ValueError, match="another ledger"):
+            used.release(merged, 0.5, 0.3)
 
 
 def test_the_grid_cannot_be_changed():
@@ -495,7 +594,7 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
             call()
     assert len(engine.accountant) == 0
     # Statistics of an engine without a budget cannot be released by one that has a budget either.
-    other = ExpMQuadEngine(ledger_path=tmp_path / "ledger")
+    other = ExpMQuadEngine(ledger_path=tmp_path / "other")
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         statistics = other.gather(model, _loader(dataset), 4, **options)
     with pytest.raises(NoGuarantee):
@@ -503,6 +602,8 @@ def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
     assert len(engine.accountant) == 0
     # And once such a release is in the ledger, no budget can be kept.
     other.release(statistics, 0.5, 0.3)
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
     given = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
     with pytest.raises(NoGuarantee):
         engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **given)

@@ -1,5 +1,6 @@
 """The command line, on a small stand-in for the sine regression."""
 
+import dataclasses
 import json
 import math
 import runpy
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Comparison, ExpMQuadEngine, cli, tasks
+from opacus_expm import Comparison, ExpMAccountant, ExpMQuadEngine, cli, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_compare_prints_a_table_and_writes_three_files(capsys, tmp_path, small_t
 def test_compare_goes_on_where_it_was(capsys, tmp_path, monkeypatch):
     assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out
-    monkeypatch.setattr("opacus_expm.comparison.dp_sgd", None)  # would fail if it were called again
+    monkeypatch.setattr("opacus_expm.experiments.cells.dp_sgd", None)  # would fail if it were called again
     assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == first
 
@@ -192,6 +193,34 @@ def test_epsilon_says_what_is_not_guaranteed(tmp_path, capsys):
     assert captured.err == ""
     assert cli.main(["epsilon", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["guaranteed"] is False
+
+
+def test_epsilon_tells_the_budget(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    ExpMAccountant(budget=(2.0, 1e-6), ledger_path=path)
+    assert cli.main(["epsilon", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("  budget: epsilon 2, delta 1e-06")
+    late = tmp_path / "late.jsonl"
+    _ledger(late)
+    with pytest.warns(UserWarning, match="already"):
+        ExpMAccountant(budget=(2.0, 1e-6), ledger_path=late)
+    assert cli.main(["epsilon", str(late)]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[2].endswith("  budget: epsilon 2, delta 1e-06, declared after 2 charges")
+    )
+    assert cli.main(["epsilon", str(late), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"] == {"epsilon": 2.0, "delta": 1e-6}
+
+
+def test_epsilon_of_a_draw_whose_range_is_not_known(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    drawn = _ledger(tmp_path / "another.jsonl").accountant.releases[1]
+    costs = {"epsilon_range": math.inf, "mu": 0.25, "calibration": "gaussian"}
+    ExpMAccountant(ledger_path=path).record(dataclasses.replace(drawn, **costs))
+    assert cli.main(["epsilon", str(path), "--delta", "1e-5"]) == 0
+    assert "(gaussian, mu 0.25, add_remove)" in capsys.readouterr().out
+    assert cli.main(["epsilon", str(path)]) == 0
+    assert "total: no finite epsilon at delta = 0" in capsys.readouterr().out
 
 
 def test_epsilon_counts_dp_sgd_steps(tmp_path, capsys):

@@ -427,7 +427,10 @@ def test_renyi_total_covers_two_point_laws(epsilon, n, delta):
 
 # --- Laws of a total ------------------------------------------------------------------------------------------------
 
-RELEASES = st.builds(Event, st.floats(0.02, 2.0), st.one_of(st.just(math.inf), st.floats(0.05, 1.0)))
+RELEASES = st.one_of(
+    st.builds(Event, st.floats(0.02, 2.0), st.one_of(st.just(math.inf), st.floats(0.05, 1.0))),
+    st.builds(Event, st.just(math.inf), st.floats(0.05, 1.0)),
+)
 RUNS = st.tuples(st.floats(0.7, 4.0), st.sampled_from([0.01, 0.1, 0.4, 1.0]), st.integers(1, 5))
 SLOW = settings(max_examples=8)  # each example takes several numerical compositions
 ROUNDING = 1e-6  # of two numerical compositions on different grids
@@ -658,7 +661,7 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
     """Pure, Rényi and Gaussian; with a branch shut, its case is refused."""
     pure = (Filter(1.0, 1e-6), copies(2, 0.5))
     renyi = (Filter(4.0, 1e-6), copies(40, 0.2))
-    share = 1e-5 / (len(composition._FILTER_ORDERS) + 1)
+    share = 1e-5 / composition._SHARES
     mu = curves.gaussian_mu(1.0, share)
     gaussian = (Filter(1.0, 1e-5), copies(4, 50.0, 0.499 * mu))
     # A range without μ counts as the μ of its range.
@@ -687,17 +690,21 @@ def test_each_branch_admits_what_the_others_do_not(monkeypatch):
         assert ranged[0].admits(ranged[1], [])
 
 
-def test_a_plan_is_judged_by_its_total_only_where_nothing_came_before():
+def test_a_plan_is_judged_by_its_total():
     budget, delta = Filter(1.0, 1e-5), 1e-5
     whole = copies(3, math.inf, curves.gaussian_mu(1.0, delta) / math.sqrt(3) * (1 - 1e-12))
     assert not budget.admits(whole, [])  # one by one δ is shared among the conditions
-    assert budget.admits_plan([], [], whole)
-    assert not budget.admits_plan([], [], [*whole, Event(1e-3)])
-    assert not budget.admits_plan([Event(1e-6)], [], whole)
-    assert not budget.admits_plan([], [(50.0, 0.01, 1)], whole)
-    # What the filter itself admits may come at any time.
-    assert Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(5, 0.1))
-    assert not Filter(1.0, 0.0).admits_plan([Event(0.5)], [], copies(6, 0.1))
+    assert budget.admits_total(whole)
+    assert not budget.admits_total([*whole, Event(1e-3)])
+
+
+def test_the_pure_condition_needs_no_delta():
+    budget = Filter(1.0, 1e-5)
+    assert budget.admits_pure(copies(4, 0.25, 0.1), [])
+    assert not budget.admits_pure([*copies(4, 0.25), Event(1e-6)], [])
+    assert not budget.admits_pure([Event(math.inf, 0.01)], [])
+    assert not budget.admits_pure([Event(0.5, failure_probability=1e-15)], [])
+    assert not budget.admits_pure([Event(0.5)], [(50.0, 0.01, 1)])
 
 
 @settings(max_examples=60)
@@ -711,7 +718,7 @@ def test_a_plan_that_passes_is_within_the_budget_and_so_is_what_follows(epsilon,
     budget, plan = Filter(epsilon, delta), [Event(*event) for event in planned]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # takes long, and is not needed
-        if not budget.admits_plan([], [], plan):
+        if not budget.admits_total(plan):
             assert total_epsilon(plan, [], delta).epsilon > epsilon
             return
         assert total_epsilon(plan, [], delta).epsilon <= epsilon * (1 + 1e-12)
@@ -722,7 +729,7 @@ def test_a_plan_that_passes_is_within_the_budget_and_so_is_what_follows(epsilon,
 def test_filter_limits_by_hand():
     """The last number of releases that passes is the one that the formula gives, for one order at a time."""
     budget, delta = 2.0, 1e-5
-    share = delta / (len(composition._FILTER_ORDERS) + 1)
+    share = delta / composition._SHARES
 
     def fits(n):
         return any(
@@ -756,6 +763,20 @@ def test_filter_leaves_room_for_failures():
     assert not Filter(epsilon, needed * (1 - 1e-9)).admits([event], [])
     assert not Filter(epsilon, 0.0).admits([event], [])
     assert not Filter(2 * epsilon, 1.5 * needed).admits([event, event], [])
+
+
+def test_failures_have_a_share_of_delta_of_their_own():
+    """However many there are, the other shares are the same: their sum is δ for whoever chooses by looking."""
+    epsilon, delta = 1.0, 1e-5
+    failure = delta / composition._SHARES / (1 + math.exp(epsilon))  # of all draws together
+    for failures in (0.0, 0.5, 1 - 1e-9):
+        events = [Event(0.25, failure_probability=failures * failure / 4)] * 4
+        assert Filter(epsilon, delta).admits(events, [])
+        mu = curves.gaussian_mu(epsilon, delta / composition._SHARES) / math.sqrt(2)
+        for factor, admitted in ((1 - 1e-9, True), (1 + 1e-6, False)):
+            pair = [Event(math.inf, mu * factor, failure_probability=failures * failure / 2)] * 2
+            assert Filter(epsilon, delta).admits(pair, []) == admitted
+    assert not Filter(epsilon, delta).admits([Event(0.25, failure_probability=1.001 * failure / 4)] * 4, [])
 
 
 @settings(max_examples=15)

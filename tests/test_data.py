@@ -8,6 +8,8 @@ import torch
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -15,11 +17,13 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    random_split,
 )
 
 from opacus_expm import data
@@ -36,11 +40,11 @@ def records(n=10):
 class Stream(IterableDataset):
     """Records without a length."""
 
-    def __init__(self, n=10):
-        self.n = n
+    def __init__(self, n=10, start=0):
+        self.n, self.start = n, start
 
     def __iter__(self):
-        return ((torch.tensor([float(i)]), torch.tensor([10.0 * i])) for i in range(self.n))
+        return ((torch.tensor([float(i)]), torch.tensor([10.0 * i])) for i in range(self.start, self.n))
 
 
 class Listed(Dataset):
@@ -70,6 +74,52 @@ class MyBatches(BatchSampler):
     """A batch sampler nobody knows."""
 
 
+class Again(DataLoader):
+    """The first batch comes again in the place of the others: as many records as there should be."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[0]] * len(batches))
+
+
+class OwnIterator(DataLoader):
+    """The same one step below."""
+
+    def _get_iterator(self):
+        return iter([])
+
+
+class Mixin:
+    """Not a loader by itself."""
+
+    dataset = property(lambda self: records(), lambda self, value: None)
+
+
+class OtherData(Mixin, DataLoader):
+    """Another data set each time it is asked for."""
+
+
+class OwnName(DataLoader):
+    """A loader that is made in its own way, and has a method of its own."""
+
+    def __init__(self, dataset, size):
+        super().__init__(dataset, batch_size=size)
+
+    def __len__(self):
+        return 1000
+
+    def __repr__(self):
+        return "OwnName()"
+
+    def records(self):
+        return len(self.dataset)
+
+
+def with_attribute(loader, **attributes):
+    vars(loader).update(attributes)
+    return loader
+
+
 def distributed(n, replicas, **options):
     return DistributedSampler(records(n), num_replicas=replicas, rank=0, **options)
 
@@ -78,6 +128,8 @@ def passed(loader, *, physical=None, progress=False, dtype=torch.float32):
     """All pieces of one pass."""
     return list(data.batches(loader, device=CPU, dtype=dtype, max_physical_batch_size=physical, progress=progress))
 
+
+TEN, STREAM = records(), Stream()
 
 # --- The table in the module's docstring -----------------------------------------------------------------------------
 
@@ -93,6 +145,15 @@ ACCEPTED = {
     "subset with an array": lambda: DataLoader(Subset(records(20), np.arange(10)), batch_size=4),
     "subset with a tensor": lambda: DataLoader(Subset(records(20), torch.arange(10)), batch_size=4),
     "subset of a subset": lambda: DataLoader(Subset(Subset(records(20), range(12)), range(2, 12)), batch_size=4),
+    "random_split, whole again": lambda: DataLoader(ConcatDataset(random_split(records(10), [7, 3])), batch_size=4),
+    "two data sets": lambda: DataLoader(ConcatDataset([records(4), Subset(records(10), range(4, 10))]), batch_size=4),
+    "one half of two": lambda: DataLoader(Subset(ConcatDataset([TEN, TEN]), range(10)), batch_size=4),
+    "a sampler of one half of two": lambda: DataLoader(
+        ConcatDataset([TEN, TEN]), batch_size=4, sampler=SubsetRandomSampler(range(10, 20))
+    ),
+    "two in parallel": lambda: DataLoader(StackDataset(*(Listed(list(t)) for t in records().tensors)), batch_size=4),
+    "a subclass that is made in its own way": lambda: OwnName(records(), 3),
+    "two streams": lambda: DataLoader(ChainDataset([Stream(4), Stream(10, 4)]), batch_size=3),
     "distributed over one": lambda: DataLoader(records(), batch_size=3, sampler=distributed(10, 1)),
     "drop_last with nothing to drop": lambda: DataLoader(records(), batch_size=5, drop_last=True),
     "iterable": lambda: DataLoader(Stream(), batch_size=3),
@@ -178,23 +239,56 @@ REFUSED = {
     ),
     "subset, repeats": (
         lambda: DataLoader(Subset(records(), [0, 1, 1]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, repeats in an array": (
         lambda: DataLoader(Subset(records(), np.array([0, 1, 1])), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, repeats in a tensor": (
         lambda: DataLoader(Subset(records(), torch.tensor([0, 1, 1])), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset, the same record counted from both ends": (
         lambda: DataLoader(Subset(records(), [0, -10]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
     ),
     "subset of a subset with repeats": (
         lambda: DataLoader(Subset(Subset(records(), [0, 1, 1]), [0, 1, 2]), batch_size=3),
-        "Subset with repeated indices: a record would count twice",
+        "names a record twice, by repeated indices of a Subset or",
+    ),
+    "a data set twice": (
+        lambda: DataLoader(ConcatDataset([TEN, TEN]), batch_size=3),
+        "by a data set that comes twice in a ConcatDataset or ChainDataset: it would count twice",
+    ),
+    "a record by two paths": (
+        lambda: DataLoader(ConcatDataset([records(), ConcatDataset([TEN, Subset(TEN, [3])])]), batch_size=3),
+        "names a record twice",
+    ),
+    "a subset of a data set twice": (
+        lambda: DataLoader(Subset(ConcatDataset([TEN, TEN]), [0, 10]), batch_size=3),
+        "names a record twice",
+    ),
+    "a sampler of a data set twice": (
+        lambda: DataLoader(ConcatDataset([TEN, TEN]), batch_size=3, sampler=SubsetRandomSampler([0, 10])),
+        "names a record twice",
+    ),
+    "a stream twice": (lambda: DataLoader(ChainDataset([STREAM, STREAM]), batch_size=3), "names a record twice"),
+    "a subclass that repeats a batch": (
+        lambda: Again(records(), batch_size=5),
+        "is a Again with its own __iter__, so it is not known to yield every record once",
+    ),
+    "a subclass with its own iterator": (
+        lambda: OwnIterator(records(), batch_size=5),
+        "is a OwnIterator with its own _get_iterator, so",
+    ),
+    "a subclass with another data set": (
+        lambda: OtherData(records(), batch_size=5),
+        "is a OtherData with its own dataset, so",
+    ),
+    "a loader with an attribute for a method": (
+        lambda: with_attribute(DataLoader(records(), batch_size=5), _get_iterator=lambda: iter([])),
+        "is a DataLoader with its own _get_iterator, so",
     ),
     "iterable, two workers": (
         lambda: DataLoader(Stream(), batch_size=3, num_workers=2),
@@ -246,7 +340,8 @@ REMEDIES = {
     "unknown batch sampler": "pass DataLoader(dataset, batch_size=...)",
     "iterable, two workers": "use num_workers=0 or 1",
     "batch_size=None": "pass DataLoader(dataset, batch_size=...)",
-    "subset, repeats": "drop repeats",
+    "subset, repeats": "name every record once",
+    "a subclass that repeats a batch": "put what it does to a record into the data set",
 }
 
 
@@ -351,8 +446,19 @@ def repeat_first(items):
 def test_collate_functions_must_keep_every_record(collate):
     """The message must not say how many are missing: a filter's count is private."""
     loader = DataLoader(records(), batch_size=4, collate_fn=collate)
-    with pytest.raises(ValueError, match="loader did not yield every record exactly once") as raised:
+    with pytest.raises(
+        ValueError, match=r"loader's collate function (fails on a record alone|does not give one)"
+    ) as raised:
         passed(loader)
+    assert not re.search(r"\d", str(raised.value))
+
+
+@pytest.mark.parametrize("changed", [lambda items: items[1:], lambda items: [*items, items[0]]])
+def test_a_pass_that_loses_or_repeats_a_record_is_noticed(changed, monkeypatch):
+    """Whatever the reason."""
+    monkeypatch.setattr(data.Alone, "__call__", lambda self, items: default_collate(changed(items)))
+    with pytest.raises(ValueError, match="loader did not yield every record exactly once") as raised:
+        passed(DataLoader(records(), batch_size=4))
     assert not re.search(r"\d", str(raised.value))
 
 
@@ -369,7 +475,7 @@ BAD_BATCHES = {
     ),
     "one item": (lambda items: (torch.zeros(len(items)),), "got 1 items; adapt the data set or the collate function"),
     "named, without labels": (
-        lambda items: {"x": torch.zeros(4), "y": torch.zeros(4)},
+        lambda items: {"x": torch.zeros(len(items)), "y": torch.zeros(len(items))},
         "got dict; adapt the data set or the collate function",
     ),
     "a number": (lambda items: 3, "got int; adapt the data set or the collate function"),
@@ -377,21 +483,9 @@ BAD_BATCHES = {
         lambda items: (torch.zeros(len(items)), [0] * len(items)),
         "pairs of tensors (input, target), got Tensor and list",
     ),
-    "target has no dimension": (
-        lambda items: (torch.zeros(len(items)), torch.tensor(0.0)),
-        "pairs of tensors (input, target), got Tensor and Tensor",
-    ),
     "no tensor among the inputs": (
         lambda items: (["a"] * len(items), torch.zeros(len(items))),
         "pairs of tensors (input, target), got list and Tensor",
-    ),
-    "sizes differ": (
-        lambda items: (torch.zeros(len(items) + 1), torch.zeros(len(items))),
-        "inputs and targets whose first dimensions differ",
-    ),
-    "input has no dimension": (
-        lambda items: (torch.tensor(0.0), torch.zeros(len(items))),
-        "inputs and targets whose first dimensions differ",
     ),
 }
 
@@ -402,6 +496,144 @@ def test_batches_that_are_not_pairs(name):
     with pytest.raises(ValueError, match=re.escape(reason)) as raised:
         passed(DataLoader(records(), batch_size=4, collate_fn=collate))
     assert re.match(r"loader (must yield pairs|yields inputs and targets)", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "reason"),
+    [
+        (torch.zeros(3), torch.tensor(0.0), "pairs of tensors (input, target), got Tensor and Tensor"),
+        (torch.zeros(4), torch.zeros(3), "inputs and targets whose first dimensions differ"),
+        (torch.tensor(0.0), torch.zeros(3), "inputs and targets whose first dimensions differ"),
+    ],
+)
+def test_pairs_whose_rows_are_no_records(inputs, targets, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        data.split_batch((inputs, targets))
+
+
+NOT_TENSORS = {
+    "names": lambda items: ({"x": torch.zeros(len(items)), "names": ["a"] * len(items)}, torch.zeros(len(items))),
+    "lengths": lambda items: ((torch.zeros(len(items)), [3] * len(items)), torch.zeros(len(items))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TENSORS)
+def test_what_is_no_tensor_does_not_reach_the_model(name):
+    """It would be given the whole list with every row: what it makes of it could depend on other records."""
+    with pytest.raises(ValueError, match="loader gives the model a list beside the tensors, of which it is not known"):
+        passed(DataLoader(records(), batch_size=4, collate_fn=NOT_TENSORS[name]))
+
+
+def test_a_constant_beside_the_tensors_is_passed_on():
+    def collate(items):
+        return {"x": default_collate(items)[0], "scale": 2.0, "mode": "a", "extra": None}, default_collate(items)[1]
+
+    pieces = passed(DataLoader(records(), batch_size=4, collate_fn=collate))
+    assert all((x["scale"], x["mode"], x["extra"]) == (2.0, "a", None) for x, _ in pieces)
+
+
+# --- A plain loader of the parts of another --------------------------------------------------------------------------
+
+
+def first_column(loader):
+    return torch.cat([batch[0] for batch in loader])[:, 0].tolist()
+
+
+def test_options_are_kept_and_torchs_own_loader_iterates():
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(
+        records(), batch_size=3, shuffle=True, generator=generator, num_workers=1, prefetch_factor=4, timeout=30,
+        multiprocessing_context="fork", persistent_workers=True, worker_init_fn=abs, in_order=False,
+    )  # fmt: skip
+    plain = data.each_alone(loader)
+    assert type(plain) is DataLoader
+    for name in (
+        *("batch_size", "generator", "num_workers", "prefetch_factor", "timeout", "worker_init_fn", "in_order"),
+        *("persistent_workers", "dataset"),
+    ):
+        assert getattr(plain, name) == getattr(loader, name), name
+    assert type(data.each_alone(OwnName(records(), 3))) is DataLoader
+
+
+def test_the_order_is_the_loaders_own():
+    def shuffled():
+        return DataLoader(records(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    assert first_column(data.each_alone(shuffled())) == first_column(shuffled()) != sorted(first_column(shuffled()))
+    chosen = DataLoader(records(), batch_size=3, sampler=SubsetRandomSampler([7, 2, 5]))
+    assert sorted(first_column(data.each_alone(chosen))) == [2, 5, 7]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_set_that_grows_has_no_record_twice(shuffle):
+    """torch's own shuffling asks for the length several times, and begins again where it has grown in between."""
+
+    class Growing(Dataset):
+        length = 10
+
+        def __len__(self):
+            self.length += 1
+            return self.length - 1
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index)]), torch.tensor([0.0])
+
+    found = first_column(data.each_alone(DataLoader(Growing(), batch_size=3, shuffle=shuffle)))
+    assert len(found) == len(set(found)) >= 10
+    if shuffle:
+        visited = list(RandomSampler(Growing()))
+        assert len(visited) > len(set(visited))
+
+
+def test_rows_of_tensors_are_cut_at_once():
+    x, y = records().tensors
+    loader = data.rows_loader(x, y, 4)
+    assert data.each_alone(loader) is loader
+    assert first_column(loader) == first_column(DataLoader(records(), batch_size=4))
+    part = data.part_of(loader, rank=1, ranks=3)
+    assert data.each_alone(part) is part
+    assert first_column(part) == [1, 4, 7]
+
+
+# --- Public data is not private --------------------------------------------------------------------------------------
+
+OVERLAPPING = {
+    "the same loader": lambda loader: loader,
+    "the same data set": lambda loader: DataLoader(loader.dataset, batch_size=2),
+    "a record of it": lambda loader: DataLoader(ConcatDataset([records(), Subset(loader.dataset, [3])]), batch_size=2),
+    "the same tensors": lambda loader: DataLoader(TensorDataset(*loader.dataset.tensors), batch_size=2),
+    "a sampler of it": lambda loader: DataLoader(loader.dataset, batch_size=2, sampler=SubsetRandomSampler([9])),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_public_records_that_are_private_are_refused(name):
+    loader = DataLoader(records(), batch_size=3)
+    with pytest.raises(
+        ValueError, match=r"public_loader names records of data_loader: .* no private record may be in it"
+    ):
+        data.check_public(OVERLAPPING[name](loader), loader, "data_loader")
+
+
+def test_public_streams_that_are_private_are_refused():
+    loader = DataLoader(STREAM, batch_size=3)
+    with pytest.raises(ValueError, match="public_loader names records of loader"):
+        data.check_public(DataLoader(ChainDataset([Stream(), STREAM]), batch_size=3), loader)
+    data.check_public(DataLoader(Stream(), batch_size=3), loader)
+
+
+def test_other_records_are_public():
+    base = records()
+    private, public = random_split(base, [7, 3])
+    loader = DataLoader(private, batch_size=3)
+    for other in (
+        DataLoader(public, batch_size=3),
+        DataLoader(base, batch_size=3, sampler=SubsetRandomSampler(list(public.indices))),
+        DataLoader(records(), batch_size=3),
+    ):
+        assert data.check_public(other, loader) is other
+    with pytest.raises(ValueError, match="public_loader has batch_size=None"):
+        data.check_public(DataLoader(records(), batch_size=None), loader)
 
 
 @pytest.mark.parametrize("pair", [tuple, list])

@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertTokenizerFast,
+    DataCollatorWithPadding,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    default_data_collator,
 )
 
 from opacus_expm import ExpMQuadEngine
@@ -122,3 +125,37 @@ def test_lora_release_moves_the_adapters_only():
     for name, p in private.named_parameters():
         assert torch.equal(p, before[name]) != p.requires_grad, name
     assert engine.get_epsilon() == 1.0
+
+
+class Unpadded(Texts):
+    """The same texts as lists of their own lengths, as a tokenizer gives them."""
+
+    def __getitem__(self, i):
+        length = int(self.lengths[i])
+        return {
+            "input_ids": self.ids[i, :length].tolist(),
+            "attention_mask": [1] * length,
+            "labels": int(self.labels[i]),
+        }
+
+
+def sums_of(loader):
+    options = {"criterion": torch.nn.CrossEntropyLoss(), "projection": "sparse", "projection_seed": 5}
+    return ExpMQuadEngine().gather(bert(), loader, DIM, max_grad_norm=C_G, max_curvature=C_H, **options).sums
+
+
+def test_collators_with_a_public_length_give_the_same_sums(tmp_path):
+    """Padding to the longest text of a batch is refused: its length would depend on the others."""
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    expected = sums_of(DataLoader(Texts(), batch_size=4))
+    public = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=9)
+    for loader in (
+        DataLoader(Unpadded(), batch_size=4, collate_fn=public),
+        DataLoader(Texts(), batch_size=4, collate_fn=default_data_collator),
+    ):
+        found = sums_of(loader)
+        torch.testing.assert_close(found.gradient, expected.gradient, rtol=0, atol=0)
+        torch.testing.assert_close(found.curvature, expected.curvature, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"another shape beside other records.*padding='max_length'"):
+        sums_of(DataLoader(Unpadded(), batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer)))

@@ -94,6 +94,57 @@ def test_format(path, complete):
     assert json.loads(lines[5])["step"] == {"noise_multiplier": 2.0, "sample_rate": 0.25}
 
 
+def test_ledgers_of_earlier_versions_are_read(path):
+    """As they were written before they held budgets: a header, a purchase, a release and a step."""
+    bought = {
+        "epsilon_range": 0.05,
+        "adjacency": "add_remove",
+        "bound": "max_grad_norm",
+        "quantile": 0.8,
+        "nominal_size": 40,
+    }
+    drawn = {
+        "epsilon_range": 0.5,
+        "mu": None,
+        "adjacency": "add_remove",
+        "epsilon": 0.55,
+        "delta": 0.0,
+        "calibration": "range",
+        "radius": 0.5,
+        "regularization": 0.0,
+        "nominal_size": 40,
+        "max_grad_norm": 1.0,
+        "max_curvature": 1.0,
+        "projection": "stiefel",
+        "proj_dim": 5,
+        "seed": 1,
+        "sampler": "exact",
+        "failure_probability": 0.0,
+        "bounds": "bought",
+        "clipping": "separate",
+        "round": 1,
+        "rounds": 1,
+    }
+    stamp = {"time": "2025-01-01T00:00:00+00:00"}
+    lines = [b""]
+    for entry in (
+        {"format": "opacus-expm ledger", "version": 1},
+        {"release": bought, **stamp},
+        {"release": drawn, **stamp},
+        {"step": {"noise_multiplier": 2.0, "sample_rate": 0.25}, **stamp},
+    ):
+        linked = {**entry, "previous": hashlib.sha256(lines[-1]).hexdigest()}
+        seal = hashlib.sha256(json.dumps(linked).encode()).hexdigest()
+        lines.append(json.dumps({**linked, "sha256": seal}).encode())
+    path.write_bytes(b"\n".join(lines[1:]) + b"\n")
+    accountant = ExpMAccountant(ledger_path=path)
+    assert accountant.budget is None
+    assert [event.epsilon_range for event in accountant.releases] == [0.05, 0.5]
+    assert accountant.history == [(2.0, 0.25, 1)]
+    accountant.record(release(0.25))
+    assert [event.epsilon_range for event in charged(path)[0]] == [0.05, 0.5, 0.25]
+
+
 def test_reopening_gives_the_same_totals(path):
     first = ExpMAccountant(ledger_path=path)
     first.record(release(0.7))
@@ -317,6 +368,104 @@ def test_lost_and_moved_lines_are_noticed(path, complete, change):
             ExpMAccountant(ledger_path=path)
 
 
+# --- A file that changes under a live process ------------------------------------------------------------------------
+
+
+def deleted(path, earlier):
+    path.unlink()
+
+
+def cut(path, earlier):
+    path.write_bytes(earlier)
+
+
+def emptied(path, earlier):
+    path.write_bytes(b"")
+
+
+def replaced(path, earlier):
+    """By a sound ledger that is as long and holds other charges."""
+    path.unlink()
+    ExpMAccountant(ledger_path=path).record(release(0.25))
+
+
+def restarted(path, earlier):
+    """Deleted, and begun again by another process."""
+    path.unlink()
+    ExpMAccountant(ledger_path=path)
+
+
+@pytest.mark.parametrize("change", [deleted, cut, emptied, replaced, restarted])
+@pytest.mark.parametrize("ask", ["record", "step", "get_epsilon", "remaining", "check"])
+def test_a_file_that_loses_charges_is_noticed(path, change, ask):
+    """What this process has seen must be there: nothing is charged, and nothing stated, before it is."""
+    accountant = ExpMAccountant(ledger_path=path)
+    accountant.record(release(0.5))
+    earlier = path.read_bytes()
+    accountant.record(release(1.0))
+    known, whole = accountant.state_dict(), path.read_bytes()
+    change(path, earlier)
+    calls = {
+        "record": lambda: accountant.record(release(2.0)),
+        "step": lambda: accountant.step(noise_multiplier=1.0, sample_rate=0.5),
+        "get_epsilon": accountant.get_epsilon,
+        "remaining": accountant.remaining,
+        "check": lambda: accountant.check(release(2.0)),
+    }
+    left = path.read_bytes() if path.exists() else None
+    for _ in range(2):  # asking does not make it good
+        with pytest.raises(LedgerError, match=r"deleted, cut or replaced .* Put back the file"):
+            calls[ask]()
+    assert (path.read_bytes() if path.exists() else None) == left
+    assert accountant.state_dict() == known
+    path.write_bytes(whole)
+    accountant.record(release(2.0))
+    assert accountant.get_epsilon() == 3.5
+
+
+def test_a_deleted_file_stops_the_draw(path, monkeypatch):
+    engine, statistics = ExpMQuadEngine(ledger_path=path), gathered()
+    engine.release(statistics, 0.5, 0.5)
+    path.unlink()
+
+    def drawn(self, *arguments):
+        raise AssertionError("drawn without a charge")
+
+    monkeypatch.setattr(Exact, "sample", drawn)
+    with pytest.raises(LedgerError, match="deleted"):
+        engine.release(statistics, 0.5, 0.5)
+
+
+def test_a_torn_line_does_not_look_like_a_lost_one(path):
+    """Another process was killed in the middle of a line: the file has grown, and goes on."""
+    accountant = ExpMAccountant(ledger_path=path)
+    accountant.record(release(0.5))
+    for torn in (b'{"release": {"eps', b'{"rel'):
+        with path.open("ab") as file:
+            file.write(torn)
+        accountant.record(release(0.5))
+    assert accountant.get_epsilon() == 1.5
+    assert charged(path)[0] == [release(0.5)] * 3
+
+
+def test_two_paths_to_one_file_share_lock_and_ledger(path, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.jsonl"
+    link.symlink_to(path)  # before there is a file, too
+    (tmp_path / "directory").symlink_to(tmp_path, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    paths = [path, link, tmp_path / "directory" / path.name, path.name]
+    accountants = [ExpMAccountant(ledger_path=p) for p in paths]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for accountant in accountants:
+        accountant.record(release(0.5))
+    assert len({LedgerFile(p).locked().lock_file for p in paths[:3]}) == 1
+    assert len({accountant._file.locked().lock_file for accountant in accountants}) == 1
+    assert [accountant.get_epsilon() for accountant in accountants] == [2.0] * 4
+    assert link.is_symlink()
+    verify_chain(path)
+
+
 # --- Crashes ---------------------------------------------------------------------------------------------------------
 
 
@@ -506,7 +655,7 @@ def die(path, late):
     engine = ExpMQuadEngine(ledger_path=path)
     if late:
         charge, build, owed = ExpMAccountant.record, Statistics.module_at, []
-        ExpMAccountant.record = lambda self, release: owed.append((self, release))
+        ExpMAccountant.record = lambda self, release, **_: owed.append((self, release))
 
         def pay(self, coordinates):
             charge(*owed.pop())
@@ -609,7 +758,7 @@ def test_two_processes_keep_one_budget(path, tmp_path, nursery):
     assert sum(refused) == 20
     assert max(refused) <= 25
     assert ExpMAccountant(ledger_path=path).get_epsilon() == 3.75
-    assert len(verify_chain(path)) == 31
+    assert len(verify_chain(path)) == 32  # a header, the budget, and thirty charges
 
 
 def test_a_process_killed_at_any_moment_has_charged_what_it_released(path, tmp_path, nursery):

@@ -6,11 +6,16 @@ assertion and nothing else. ``python tests/test_mutations.py`` prints the table.
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import math
+import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +23,40 @@ import pytest
 import torch
 from scipy import integrate, stats
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, audit, data, engine, grad_sample, sampling, secure, statistics, sums
-from opacus_expm.accountant import ExpMAccountant, NoGuarantee, NotGuaranteed, Purchase
+from opacus_expm import (
+    ExpMQuadEngine,
+    _files,
+    accountant,
+    audit,
+    collating,
+    composition,
+    curves,
+    data,
+    engine,
+    grad_sample,
+    ledger,
+    private_file,
+    sampling,
+    secure,
+    statistics,
+    sums,
+)
+from opacus_expm import records as named
+from opacus_expm._tables import markdown
+from opacus_expm.accountant import (
+    BudgetExceeded,
+    ExpMAccountant,
+    NoGuarantee,
+    NotGuaranteed,
+    Purchase,
+    Release,
+)
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.comparison import markdown
 from opacus_expm.density import BallGaussian
+from opacus_expm.plans import Admission, PlannedEvent
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -269,6 +300,124 @@ def bought_bounds_are_in_the_ledger():
     assert private.get_epsilon(0.0) == pytest.approx(20.0, rel=1e-9)
 
 
+def no_pure_epsilon_by_mu_with_bought_bounds():
+    """c·W is a function of what was bought: with another bound it is another number."""
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    private = ExpMQuadEngine()
+    arguments = {**LINE, "max_grad_norm": None, "epsilon": 5.0, "delta": 1e-5, "regularization": 1.0}
+    private.make_private_expm(model, loader, calibration="gaussian", **arguments)
+    assert private.get_epsilon(1e-5) <= 5.0
+    assert private.get_epsilon(0.0) == math.inf
+
+
+PLANNED = Release(
+    *(math.inf, curves.gaussian_mu(1.0, 1e-5) / math.sqrt(3) * (1 - 1e-9), "add_remove", 1.0, 1e-5, "gaussian"),
+    *(1.0, 1.0, 40, 1.0, 0.0, "stiefel", 1, 0),
+)  # a third of (1, 1e-5)
+PURE = dataclasses.replace(PLANNED, epsilon_range=0.6, mu=math.inf, epsilon=0.6, delta=0.0, calibration="range")
+
+
+def _is_refused(charge, error=BudgetExceeded):
+    try:
+        charge()
+    except error:
+        return True
+    return False
+
+
+def threads_share_one_budget():
+    """The first is judged for as long as the second may need to be judged as well, were there no lock."""
+    accountant, together, admits = ExpMAccountant(budget=(1.0, 0.0)), threading.Barrier(2), composition.Filter.admits
+    refused = []
+
+    def slow(self, *args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.1)
+        return admits(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition.Filter, "admits", slow)
+        patch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message
+        work = lambda: refused.append(_is_refused(lambda: accountant.record(PURE)))  # noqa: E731
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                step(thread)
+    assert sorted(refused) == [False, True]
+
+
+def copies_are_refused():
+    for thing in (ExpMAccountant(budget=(1.0, 0.0)), ExpMQuadEngine(budget=(1.0, 0.0))):
+        assert _is_refused(lambda thing=thing: copy.copy(thing), TypeError), "a second budget"
+
+
+def loading_forgets_nothing():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    early = accountant.state_dict()
+    accountant.record(PURE)
+    with contextlib.suppress(ValueError):
+        accountant.load_state_dict(early)
+    assert accountant.remaining() == 0.4
+
+
+def deleted_ledgers_are_noticed():
+    with tempfile.TemporaryDirectory() as directory:
+        accountant = ExpMAccountant(budget=(1.0, 0.0), ledger_path=Path(directory) / "ledger")
+        accountant.record(PURE)
+        (Path(directory) / "ledger").unlink()
+        assert _is_refused(lambda: accountant.record(PURE), ledger.LedgerError)
+
+
+def links_share_one_lock():
+    with tempfile.TemporaryDirectory() as directory:
+        path, link = Path(directory) / "ledger", Path(directory) / "link"
+        link.symlink_to(path)
+        locks = [ledger.LedgerFile(p).locked().lock_file for p in (path, link)]
+        assert locks[0] == locks[1]
+
+
+def budgets_stay_with_their_ledgers():
+    with tempfile.TemporaryDirectory() as directory:
+        ExpMAccountant(budget=(1.0, 0.0), ledger_path=Path(directory) / "ledger").record(PURE)
+        assert ExpMAccountant(ledger_path=Path(directory) / "ledger").remaining() == 0.4
+
+
+def bought_bounds_are_paid_where_they_are_used():
+    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    arguments = {"criterion": nn.MSELoss(), "max_curvature": 0.0, "epsilon": 20.0}
+    found = ExpMQuadEngine().gather(model, loader, None, **arguments)
+    other = ExpMQuadEngine()
+    assert _is_refused(lambda: other.release(found, 1.0, 1.0), ValueError), "a purchase that is in no total"
+
+
+def nothing_uses_the_delta_of_a_plan():
+    accountant = ExpMAccountant(budget=(1.0, 1e-5))
+    admission = accountant.admit([[PlannedEvent(math.inf, PLANNED.mu)] * 3], 1.0, 1e-5)
+    accountant.record(PLANNED, admission=admission)
+    assert _is_refused(lambda: accountant.record(PLANNED)), "while it is under way"
+    admission.end()
+    assert _is_refused(lambda: accountant.record(PLANNED)), "after it was given up"
+
+
+def rounds_keep_what_they_reserved():
+    accountant = ExpMAccountant(budget=(1.0, 0.0))
+    admission = accountant.admit([[PlannedEvent(0.3)] * 3], 0.9, 0.0)
+    third = dataclasses.replace(PURE, epsilon_range=0.3)
+    accountant.record(third, admission=admission)
+    with contextlib.suppress(BudgetExceeded):
+        accountant.record(PURE)
+    for _ in range(2):
+        assert not _is_refused(lambda: accountant.record(third, admission=admission))
+
+
+def nothing_is_left_of_killed_writes():
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "file"
+        path.with_name("file.0123456789abcdef.part").write_bytes(b"sums over private records")
+        private_file.PassFile(path, {})
+        assert list(Path(directory).iterdir()) == []
+
+
 def law_of_bought_bounds():
     """How often each grid point is chosen, on two data sets: the ratio may be e^ε at the most."""
     norms = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -292,6 +441,153 @@ def loaders_that_repeat_are_refused():
         ExpMQuadEngine().make_private_expm(model, repeats, **LINE)
     except ValueError as error:
         refused = "replacement" in str(error)
+    assert refused
+
+
+class _Doing(nn.Module):
+    """A linear model that does something to its batch first."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.line, self.first = nn.Linear(1, 1, bias=False).double(), first
+        nn.init.zeros_(self.line.weight)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.line(self.first(self, x))
+
+
+def _audit_of_a_model_that(first, record):
+    """A hundred records at one, and one more that comes first and does something to the others."""
+    model = _Doing(first)
+    x, y = torch.ones(101, 1, dtype=torch.float64), torch.ones(101, 1, dtype=torch.float64)
+    x[0] = record
+    loader, neighbour = (DataLoader(TensorDataset(x[i:], y[i:]), batch_size=128) for i in (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that records run alone, or that state is put back
+        _holds(model, loader, neighbour, LINE)
+
+
+def audit_of_a_model_that_mixes_records():
+    _audit_of_a_model_that(lambda _, x: x - 1e-2 * x.sum(0), -1e6)
+
+
+def audit_of_a_model_that_branches():
+    _audit_of_a_model_that(lambda _, x: -x if (x == 3.14).any() else x, 3.14)
+
+
+def audit_of_a_model_with_a_memory():
+    def first(model, x):
+        model.seen += (x.detach() > 10).sum()
+        return x * torch.where(model.seen > 0, -1.0, 1.0)
+
+    _audit_of_a_model_that(first, 1e3)
+
+
+def _unless_refused(words, model, with_it, without):
+    """The audit holds, or the loader is refused with these words."""
+    refusal = ""
+    try:
+        _holds(model, without, with_it, LINE)
+    except ValueError as error:
+        refusal = str(error)
+    assert not refusal or words in refusal, refusal
+
+
+class Fetched(Dataset):
+    """Records that are divided by the largest of those that are fetched together."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices):
+        x = self.x[indices]
+        return list(zip(x / x.abs().max(), self.y[indices], strict=True))
+
+
+class LastAgain(DataLoader):
+    """The last batch in the place of every other."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[-1]] * len(batches))
+
+
+ALTERNATING = [1.0, -1.0] * 10
+
+
+def _with_an_outlier(make):
+    """A model, and loaders of twenty records with and without one more, made from inputs and targets."""
+    model, with_it = _line([*ALTERNATING, 1e4], [*ALTERNATING, -1.0])
+    _, without = _line(ALTERNATING, ALTERNATING)
+    return model, *(make(*loader.dataset.tensors) for loader in (with_it, without))
+
+
+def audit_of_a_collate_function_that_standardises_by_the_batch():
+    def collate(records):
+        x, y = default_collate(records)
+        return (x - x.mean(0)) / x.std(0), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    _unless_refused("as a mean over the batch does", *_with_an_outlier(make))
+
+
+def audit_of_a_collate_function_that_cannot_be_tried():
+    """It fails on all records but these, and is shown one at a time."""
+
+    def collate(records):
+        x, y = default_collate(records)
+        assert set(x.abs().flatten().tolist()) <= {1.0, 1e4}
+        return x / x.abs().max(), y
+
+    def make(x, y):
+        return DataLoader(TensorDataset(x, y), batch_size=32, collate_fn=collate)
+
+    model, with_it, without = _with_an_outlier(make)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*collate function cannot be tried")
+        _holds(model, without, with_it, LINE)
+
+
+def audit_of_records_that_are_fetched_together():
+    model, with_it, without = _with_an_outlier(lambda x, y: DataLoader(Fetched(x, y), batch_size=32))
+    _holds(model, without, with_it, LINE)
+
+
+def audit_of_a_loader_that_repeats_a_batch():
+    make = functools.partial(LastAgain, batch_size=1)
+    _unless_refused("its own __iter__", *_with_an_outlier(lambda x, y: make(TensorDataset(x, y))))
+
+
+def audit_of_a_record_named_twice():
+    """Without the last record, which is named twice, two rows are missing."""
+    model, loader = _line([1.0] * 10, [1.0] * 10)
+    named = [DataLoader(Subset(loader.dataset, range(n)), batch_size=32) for n in (10, 9)]
+    twice = [DataLoader(d.dataset + Subset(d.dataset, range(9, len(d.dataset))), batch_size=32) for d in named]
+    try:
+        loss = audit.observed_loss(model, *twice, {**LINE, "nominal_size": 10})[0].largest()
+    except ValueError as error:
+        loss = 0.0 if "names a record twice" in str(error) else math.inf
+    assert loss <= LINE["epsilon"]
+
+
+def public_data_is_not_private():
+    model, loader = _line([1.0] * 4, [0.5] * 4)
+    refused = False
+    try:
+        ExpMQuadEngine().make_private_expm(
+            model, loader, public_loader=DataLoader(loader.dataset), **{**LINE, "max_grad_norm": None}
+        )
+    except ValueError as error:
+        refused = "no private record may be in it" in str(error)
     assert refused
 
 
@@ -430,6 +726,7 @@ def _training_mode(patch):
     original = statistics.working_copy
     patch.setattr(statistics, "working_copy", lambda module: original(module).train())
     patch.setattr(grad_sample, "_probe", lambda *_: None)  # which would refuse
+    _nothing_put_back(patch)  # and so would the other checks
 
 
 def _float32_sums_under_autocast(patch):
@@ -457,7 +754,7 @@ def _charge_after_the_draw(patch):
 
     def late(self, *args, **kwargs):
         charges = []
-        record, self.accountant.record = self.accountant.record, charges.append
+        record, self.accountant.record = self.accountant.record, lambda charge, **_: charges.append(charge)
         try:
             module = original(self, *args, **kwargs)
         finally:
@@ -482,14 +779,79 @@ def _half_a_charge(patch):
     patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
 
 
+def _range_from_bought_bounds(patch):
+    original = engine.ExpMQuadEngine._calibrate
+    found = []
+
+    def calibrate(*args, **kwargs):
+        found.append(original(*args, **kwargs))
+        return found[-1]
+
+    def cost(allowance, method, adjacency):
+        return found[-1].epsilon_range, found[-1].mu
+
+    patch.setattr(ExpMQuadEngine, "_calibrate", calibrate)
+    patch.setattr(ExpMQuadEngine, "_plans", lambda *_: [])
+    patch.setattr(engine, "cost_whatever_the_bounds", cost)
+
+
 def _free_purchases(patch):
     original = ExpMAccountant.record
 
-    def record(self, event):
+    def record(self, event, **options):
         if not isinstance(event, Purchase):
-            original(self, event)
+            original(self, event, **options)
 
     patch.setattr(ExpMAccountant, "record", record)
+    _paid_anywhere(patch)  # the draw would be refused
+
+
+def _no_lock_for_threads(patch):
+    patch.setattr(accountant, "threading", SimpleNamespace(RLock=contextlib.nullcontext))
+
+
+def _copies(patch):
+    patch.delattr(accountant.NotCopied, "__reduce__")
+
+
+def _any_ledger_is_loaded(patch):
+    def load(self, state):
+        self.releases = [Release.from_dict(facts) for facts in state["releases"]]
+
+    patch.setattr(ExpMAccountant, "load_state_dict", load)
+
+
+def _new_file_for_a_deleted_one(patch):
+    patch.setattr(ledger.LedgerFile, "_content", lambda self: self.path.read_bytes() if self.path.exists() else b"")
+
+
+def _lock_of_the_link(patch):
+    def init(self, path):
+        self.path, self._seen = Path(path), b""
+        self._lock = ledger.FileLock(f"{path}.lock")
+
+    patch.setattr(ledger.LedgerFile, "__init__", init)
+
+
+def _budget_of_the_object(patch):
+    original = ledger.LedgerFile.entries
+    patch.setattr(ledger.LedgerFile, "entries", lambda self: [e for e in original(self) if "budget" not in e])
+
+
+def _paid_anywhere(patch):
+    patch.setattr(ExpMAccountant, "check_paid", lambda *_: None)
+
+
+def _shares_beside_a_plan(patch):
+    patch.setattr(composition.Filter, "admits_pure", composition.Filter.admits)
+
+
+def _nothing_reserved(patch):
+    patch.setattr(Admission, "rest", property(lambda self: []))
+
+
+def _parts_stay(patch):
+    patch.setattr(_files, "remove_parts", lambda path: None)
 
 
 def _plain_quantile(patch):
@@ -519,6 +881,52 @@ def _any_loader(patch):
     patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
 
 
+def _no_look_at_mixing(patch):
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+
+
+def _no_look_at_branches(patch):
+    patch.setattr(grad_sample, "may_branch", lambda *_: False)
+
+
+def _nothing_put_back(patch):
+    patch.setattr(statistics, "State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
+    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+
+
+def _collated_at_once(patch):
+    patch.setattr(collating.Alone, "__call__", lambda self, records: self._collate(records))
+
+
+def _collated_at_once_if_accepted(patch):
+    def call(self, records):
+        if self._untried:
+            collating.try_on_made_up_records(self._collate, records[0], self._name)
+        return self._collate(records)
+
+    patch.setattr(collating.Alone, "__call__", call)
+
+
+def _fetched_at_once(patch):
+    patch.setattr(data, "_fetches_batches", lambda dataset: False)
+
+
+def _any_subclass(patch):
+    patch.setattr(data, "_own_iteration", lambda loader: [])
+    patch.setattr(data, "each_alone", lambda loader, name="loader": loader)
+
+
+def _only_subsets_are_looked_into(patch):
+    def repeated(dataset, visited):
+        return isinstance(dataset, Subset) and named.repeat(dataset.indices, len(dataset.dataset))
+
+    patch.setattr(named, "named_twice", repeated)
+
+
+def _any_public_data(patch):
+    patch.setattr(data, "check_public", lambda public, loader, name="loader": data.check_loader(public))
+
+
 DEFECTS = (
     Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
     Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
@@ -546,9 +954,41 @@ DEFECTS = (
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
     Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),
+    Defect(
+        "a range that follows from bought bounds is charged",
+        _range_from_bought_bounds,
+        no_pure_epsilon_by_mu_with_bought_bounds,
+    ),
+    Defect("threads are judged at the same time", _no_lock_for_threads, threads_share_one_budget),
+    Defect("a copy of an engine has a budget of its own", _copies, copies_are_refused),
+    Defect("an early checkpoint forgets later charges", _any_ledger_is_loaded, loading_forgets_nothing),
+    Defect("a deleted ledger file begins anew", _new_file_for_a_deleted_one, deleted_ledgers_are_noticed),
+    Defect("a link to a ledger has a lock of its own", _lock_of_the_link, links_share_one_lock),
+    Defect("a ledger file without its budget", _budget_of_the_object, budgets_stay_with_their_ledgers),
+    Defect("bounds paid by another ledger", _paid_anywhere, bought_bounds_are_paid_where_they_are_used),
+    Defect("δ used by a plan and by others", _shares_beside_a_plan, nothing_uses_the_delta_of_a_plan),
+    Defect("rounds of a plan are not reserved", _nothing_reserved, rounds_keep_what_they_reserved),
+    Defect("the part of a killed write stays", _parts_stay, nothing_is_left_of_killed_writes),
     Defect("bounds are plain quantiles of private norms", _plain_quantile, law_of_bought_bounds),
     Defect("an error for a record that is not finite", _error_for_a_record, silence_about_records_that_are_not_finite),
     Defect("sampling with replacement let through", _any_loader, loaders_that_repeat_are_refused),
+    Defect("records that see each other", _no_look_at_mixing, audit_of_a_model_that_mixes_records),
+    Defect("a branch on the values of a batch", _no_look_at_branches, audit_of_a_model_that_branches),
+    Defect("state that goes from record to record", _nothing_put_back, audit_of_a_model_with_a_memory),
+    Defect(
+        "a collate function is shown whole batches",
+        _collated_at_once,
+        audit_of_a_collate_function_that_standardises_by_the_batch,
+    ),
+    Defect(
+        "one that cannot be tried is shown whole batches",
+        _collated_at_once_if_accepted,
+        audit_of_a_collate_function_that_cannot_be_tried,
+    ),
+    Defect("records are fetched together", _fetched_at_once, audit_of_records_that_are_fetched_together),
+    Defect("a subclass of DataLoader iterates in its own way", _any_subclass, audit_of_a_loader_that_repeats_a_batch),
+    Defect("a record reached by two paths", _only_subsets_are_looked_into, audit_of_a_record_named_twice),
+    Defect("private records as public data", _any_public_data, public_data_is_not_private),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 

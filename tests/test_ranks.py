@@ -223,7 +223,7 @@ def test_a_rank_killed_in_the_pass_stops_the_other_and_nothing_is_charged(seen):
     assert found["message"].startswith("RankFailed: rank 0 waited in vain")
     assert found["remaining"] == 1.0
     assert len(found["visited"]) == 21  # it was in the middle of a release that would have gone well
-    assert len((seen["directory"] / "killed.jsonl").read_text().splitlines()) == 1  # the header
+    assert len((seen["directory"] / "killed.jsonl").read_text().splitlines()) == 2  # the header and the budget
 
 
 # --- Without processes -----------------------------------------------------------------------------------------------

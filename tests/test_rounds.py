@@ -435,13 +435,74 @@ def test_an_interrupted_round_leaves_those_before_charged(known, where):
     assert events[-1].round == 1
     spent = math.fsum(event.epsilon_range for event in events)
     assert spent == pytest.approx(0.5 if known else 0.55, rel=1e-12)
-    assert engine.accountant._plan is None
+    assert engine.accountant._running() is None
     assert torch.equal(flat(model), flat(make_model()))
     # A later request is judged on its own: what is left fits, more does not, whatever the plan would have allowed.
     with pytest.raises(BudgetExceeded):
         engine.make_private_expm(make_model(), untouchable(), 1.05 - spent, 0.3, DIM, **OPTIONS, **GIVEN)
     engine.make_private_expm(make_model(), make_loader(), engine.remaining(), 0.3, DIM, **OPTIONS, **GIVEN)
     assert engine.get_epsilon() <= 1.0
+
+
+@settings(max_examples=40)
+@given(
+    st.floats(0.05, 20.0),
+    st.sampled_from([0.0, 1e-8, 1e-5]),
+    st.integers(1, 5),
+    st.sampled_from(["add_remove", "replace_one"]),
+    st.sampled_from([0.0, 1.0, None]),
+    st.sampled_from(["auto", "range", "gaussian", "paper"]),
+)
+def test_one_theorem_covers_all_that_may_follow_what_was_bought(
+    epsilon, delta, rounds, adjacency, regularization, calibration
+):
+    """Which list of a plan is charged depends on the bought bounds, so it must not matter: see ``accountant.admit``.
+
+    Position by position, the worst of all lists: basic composition with one draw, or Gaussian composition.
+    """
+    if calibration == "gaussian" and (delta == 0 or regularization == 0):
+        calibration = "auto"
+    admitted = []
+
+    class Seen(Exception):
+        pass
+
+    def admit(self, alternatives, *_, **__):
+        admitted.extend(alternatives)
+        raise Seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpMAccountant, "admit", admit)
+        with pytest.raises((Seen, ValueError)) as stopped:
+            ExpMQuadEngine().make_private_expm(
+                *(make_model(), untouchable(), epsilon, 0.3, DIM),
+                delta=delta,
+                rounds=rounds,
+                adjacency=adjacency,
+                regularization=regularization,
+                calibration=calibration,
+                nominal_size=20_000,
+                **OPTIONS,
+            )
+    if stopped.type is ValueError:  # purchases may cost all that there is of μ
+        assert "leaves nothing for the draws" in str(stopped.value)
+        return
+    assert len({tuple(plan[:2]) for plan in admitted}) == 1  # the same two purchases
+    bought, draws = admitted[0][:2], [set(column) for column in zip(*(plan[2:] for plan in admitted), strict=True)]
+    assert len(draws) == rounds
+    pure = math.fsum(event.epsilon_range for event in bought)
+    alone = [max(composition._single_epsilon(event, delta) for event in events) for events in draws]
+    ranges = [max(event.epsilon_range for event in events) for events in draws]
+    mus = [
+        max(min(event.mu, curves.bounded_range_mu(event.epsilon_range)) for event in events)
+        for events in [*([event] for event in bought), *draws]
+    ]
+    covers = {
+        "pure": math.fsum([pure, *ranges]),
+        "basic": pure + alone[0] if rounds == 1 else math.inf,
+        "gaussian": curves.gaussian_epsilon(math.hypot(*mus), delta),
+    }
+    assert min(covers.values()) <= epsilon * (1 + 1e-9), covers
 
 
 def test_an_interrupted_gaussian_plan_is_not_taken_up_again():

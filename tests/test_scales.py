@@ -254,8 +254,8 @@ class Untouchable(Dataset):
     ],
 )
 def test_bad_scales_cost_nothing(scales, projection, message):
-    engine, data = ExpMQuadEngine(), loader(Untouchable())
-    options = {**OPTIONS, "projection": projection, "public_loader": data, "parameter_scales": scales}
+    engine, data, public = ExpMQuadEngine(), loader(Untouchable()), loader(Untouchable())
+    options = {**OPTIONS, "projection": projection, "public_loader": public, "parameter_scales": scales}
     with pytest.raises((TypeError, ValueError), match=message):
         engine.make_private_expm(make_model(), data, 1.0, 0.5, 3, **options)
     with pytest.raises((TypeError, ValueError), match=message):

@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statistics
+from opacus_expm.collating import Alone
 from opacus_expm.sampling import Exact
 from opacus_expm.sums import ClippedSums
 from opacus_expm.swap import PrivateNumber
@@ -528,12 +529,12 @@ def test_a_loss_of_an_earlier_epoch_is_not_counted():
 
 
 def test_an_exception_of_the_pass_breaks_the_epoch_off(clean):
-    """A loader whose targets have the wrong shape in one batch."""
+    """A loader whose targets have the wrong shape."""
     bad = [True]
 
     def collate(records):
         x, y = torch.utils.data.default_collate(records)
-        return (x, y[:, None].expand(-1, 2)) if bad and len(x) < BATCH else (x, y)
+        return (x, y[:, None].expand(-1, 2)) if bad else (x, y)
 
     loop = make_loop(loader=make_loader(collate_fn=collate))
     with pytest.raises(ValueError, match="target has shape"):
@@ -544,11 +545,82 @@ def test_an_exception_of_the_pass_breaks_the_epoch_off(clean):
     torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
 
 
-def test_a_collate_function_that_drops_a_record_is_noticed():
-    loop = make_loop(loader=make_loader(collate_fn=lambda records: torch.utils.data.default_collate(records[:3])))
+COLLATE = {
+    "drops records": (lambda r: torch.utils.data.default_collate(r[:3]), "does not give one row for each record"),
+    "centres a batch": (
+        lambda r: (lambda x, y: (x - x.mean(0), y))(*torch.utils.data.default_collate(r)),
+        "gives a record other values beside other records",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLATE)
+def test_a_collate_function_of_whole_batches_is_refused_in_the_first_epoch(name):
+    collate, reason = COLLATE[name]
+    loop = make_loop(loader=make_loader(collate_fn=collate))
+    with pytest.raises(ValueError, match=f"data_loader's collate function {reason}"):
+        loop.epoch()
+    assert loop.engine.accountant.releases == []
+
+
+def test_a_collate_function_is_shown_one_record_at_a_time(clean):
+    """The batches are the same, and so is the release."""
+    shown = []
+
+    def collate(records):
+        shown.append(len(records))
+        return torch.utils.data.default_collate(records)
+
+    loop = make_loop(loader=make_loader(collate_fn=collate))
+    loop.epoch()
+    assert shown[-RECORDS:] == [1] * RECORDS
+    torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_persist_if_they_are_asked_to(persistent, monkeypatch):
+    started = []
+    original = DataLoader._get_iterator
+
+    def counted(self):
+        if self.num_workers:
+            started.append(type(self))
+        return original(self)
+
+    monkeypatch.setattr(DataLoader, "_get_iterator", counted)
+    loop = make_loop(loader=make_loader(num_workers=1, persistent_workers=persistent), epochs=2)
+    loop.epoch()
+    loop.epoch()
+    assert started == [DataLoader] * (1 if persistent else 2)
+    assert len(loop.engine.accountant.releases) == 2
+
+
+def test_an_epoch_that_loses_a_record_is_noticed(monkeypatch):
+    """Whatever the reason."""
+    monkeypatch.setattr(Alone, "__call__", lambda self, records: torch.utils.data.default_collate(records[:7]))
+    loop = make_loop()
     with pytest.raises(RuntimeError, match="did not yield every record once"):
         loop.epoch()
     assert loop.engine.accountant.releases == []
+
+
+class Twice(DataLoader):
+    """Every batch comes twice."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+def test_loaders_that_repeat_are_refused_before_the_loop():
+    x, y = make_tensors()
+    dataset = TensorDataset(x, y)
+    with pytest.raises(ValueError, match="data_loader is a Twice with its own __iter__"):
+        make_loop(loader=Twice(dataset, batch_size=BATCH))
+    with pytest.raises(ValueError, match="data_loader names a record twice"):
+        make_loop(loader=DataLoader(dataset + dataset, batch_size=BATCH))
+    with pytest.raises(ValueError, match="public_loader names records of data_loader"):
+        make_loop(loader=DataLoader(dataset, batch_size=BATCH), public_loader=DataLoader(dataset, batch_size=4))
 
 
 def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clean):
@@ -1130,7 +1202,7 @@ def test_all_rounds_together_use_the_budget_up(delta, epochs, tmp_path):
     for number in range(epochs):
         loop.epoch()
         spent.append(engine.get_epsilon(delta))
-        lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
+        lines = [json.loads(line) for line in path.read_text().splitlines()][2:]  # after the header and the budget
         assert [line["release"]["round"] for line in lines] == list(range(1, number + 2))
         assert all(line["release"]["rounds"] == epochs for line in lines)
     assert spent[0] == 0
@@ -1163,20 +1235,47 @@ def test_every_draw_is_charged_before_it_is_made(monkeypatch):
     assert charges == [1, 2]
 
 
-def test_a_release_in_between_is_judged_again(clean):
+def test_a_release_in_between_leaves_a_loop_its_rounds():
+    """What a loop that has begun has before it is reserved, until it is given up; then its rounds are judged one by one."""
     engine = ExpMQuadEngine(budget=(1.0, 0.0))
-    loop = make_loop(engine, epochs=2)
-    loop.epoch()
-    first = flat(loop.module)
+    loop = make_loop(engine, epochs=2, target_epsilon=0.8)
     statistics = engine.gather(
         make_model(), make_loader(), 4, criterion=nn.CrossEntropyLoss(), max_grad_norm=1.0, max_curvature=0.0
     )
     assert isinstance(statistics, Statistics)
+    loop.epoch()
+    first = flat(loop.module)
+    with pytest.raises(BudgetExceeded, match=r"beside a plan that has begun and has 1 charges to go.*give_up"):
+        engine.release(statistics, 0.4, 0.3)
+    engine.release(statistics, 0.1, 0.3)
+    engine.accountant.give_up()
     engine.release(statistics, 0.4, 0.3)
     with pytest.raises(BudgetExceeded):
         loop.epoch()
     assert torch.equal(flat(loop.module), first)
     assert engine.get_epsilon(0.0) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("abandoned", ["rebuilt", "finished", "failed"])
+def test_a_loop_that_is_over_reserves_nothing(abandoned):
+    """Not even where nobody says so: one that only its own module holds on to is no longer a loop."""
+    engine = ExpMQuadEngine(budget=(1.0, 0.0))
+    loop = make_loop(engine, epochs=1 if abandoned == "finished" else 2, target_epsilon=0.8)
+    loop.epoch()
+    if abandoned == "failed":
+        loop.module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.epoch()
+        with pytest.raises(BudgetExceeded):  # it may still go on
+            make_loop(engine, target_epsilon=0.6)
+    spent = engine.get_epsilon()
+    gc.disable()
+    try:
+        del loop
+        make_loop(engine, target_epsilon=(1.0 - spent) * (1 - 1e-9)).epoch()
+    finally:
+        gc.enable()
+    assert engine.get_epsilon() == pytest.approx(1.0)
 
 
 def test_a_second_call_starts_anew():
@@ -1207,7 +1306,9 @@ def test_an_unfinished_loop_costs_nothing_and_is_in_nobodys_way(delta):
     loop = make_loop(engine, epochs=3, target_delta=delta)
     for _ in range(2):
         loop.epoch()
-        with pytest.raises(ValueError, match="proj_dim must be at most"):
+        with pytest.raises(ValueError, match="radius must be greater than 0"):
+            make_loop(engine, radius=-1.0, target_epsilon=0.1)
+        with pytest.raises(BudgetExceeded, match="beside a plan"):
             make_loop(engine, proj_dim=1000, target_epsilon=0.1)
     del unfinished
     gc.collect()
@@ -1219,10 +1320,9 @@ def test_two_loops_cannot_spend_more_than_the_budget():
     engine = ExpMQuadEngine(budget=(1.0, 0.0))
     first, second = make_loop(engine, epochs=2), make_loop(engine, epochs=2)
     first.epoch()
-    second.epoch()
-    for loop in (first, second):
-        with pytest.raises(BudgetExceeded):
-            loop.epoch()
+    with pytest.raises(BudgetExceeded, match="beside a plan that has begun and has 1 charges to go"):
+        second.epoch()
+    first.epoch()
     assert engine.get_epsilon(0.0) == 1.0
 
 
@@ -1284,7 +1384,7 @@ def test_bad_arguments_leave_no_trace(changes, error, words):
         make_loop(engine, **({"model": model} | changes))
     assert engine.accountant.releases == []
     assert "forward" not in vars(model)
-    assert engine.accountant._plan is None
+    assert engine.accountant._running() is None
 
 
 def test_an_optimizer_for_some_parameters_only():

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from opacus_expm import _check, _files, datasets
-from opacus_expm.datasets import AnyPath, Table
+from opacus_expm import _check, _files
+from opacus_expm.experiments import datasets, downloads
+from opacus_expm.experiments.datasets import Table
+from opacus_expm.experiments.downloads import AnyPath
 from opacus_expm.model import evaluation_mode
 
 
@@ -100,7 +102,7 @@ def mnist(
 
     Args:
         seed: of the choice of images, the noise and the pretraining.
-        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.datasets`.
+        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.experiments.downloads`.
         records: size of the public and of the private set, at most 30,000.
         loss: ``"cross_entropy"``, or ``"mse"`` between the outputs and one-hot targets.
 
@@ -156,8 +158,8 @@ def icu(seed: int = 0, *, data_dir: AnyPath | None = None, balanced: bool = True
     death. A record is one stay, not one patient: PhysioNet 2012 does not say which stays belong to the same one. All
     stays of the eICU demo are public, so none of its patients is on both sides.
 
-    The features are the 21 variables in :data:`opacus_expm.datasets.VARIABLES`, in the same units: the worst of the
-    first day in eICU, the mean of the first two days in PhysioNet 2012, which is a part of the shift to learn. They are
+    The features are the 21 variables in :data:`~opacus_expm.experiments.datasets.VARIABLES`, in the same units: the worst of
+    the first day in eICU, the mean of the first two days in PhysioNet 2012, which is a part of the shift to learn. They are
     standardised with the public mean and deviation and cut off at ±5; a missing value is 0, the public mean.
 
     The model is linear, with one output and the logistic loss: the stay is predicted to end in death where the output
@@ -336,7 +338,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for tensor in dataset.tensors:
         digest.update(tensor.numpy().tobytes())
-    kept = datasets.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
+    kept = downloads.cache_dir() / "weights" / f"{facts['task']}-{digest.hexdigest()[:16]}.pt"
     start = copy.deepcopy(model.state_dict())
     try:
         model.load_state_dict(_files.load_tensors(kept))
@@ -346,7 +348,7 @@ def _train_once(model: nn.Module, train: Callable[[], None], dataset: TensorData
     train()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
-    datasets.remember(kept, buffer.getvalue())
+    downloads.remember(kept, buffer.getvalue())
 
 
 def loss(model: nn.Module, dataset: TensorDataset, criterion: nn.Module) -> float:

@@ -1,7 +1,7 @@
 """What one statistics pass costs, beside a plain epoch, an Opacus DP-SGD epoch and other ways to the same matrix.
 
-    python benchmarks/statistics.py [--records 20000] [--rounds 3] [--out statistics.json] [--plot statistics.png]
-    python benchmarks/statistics.py --profile
+    python -m benchmarks.passes [--records 20000] [--rounds 3] [--out passes.json] [--plot passes.png]
+    python -m benchmarks.passes --profile
 
 Each figure is the median of interleaved runs, each in a process of its own that reports seconds (without start-up) and
 peak resident memory. The model is the paper's CNN (6,722 parameters, 10 outputs), the batch 512, the images random.
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
-import time
 import warnings
+from pathlib import Path
 
-sys.path = [p for p in sys.path if p != os.path.dirname(os.path.abspath(__file__))]  # or this file is "statistics"
+from benchmarks import timing
+from benchmarks.timing import Timings
+from opacus_expm.experiments.journal import Facts, Journal
 
 BATCH = 512
 COMPARED = (
@@ -156,17 +154,13 @@ def perceptron(kind: str, value: int):
 
 def run_one(name: str, records: int) -> dict:
     """Measure one item in this process."""
+    from opacus_expm import tasks  # which every item needs, and the empty one pays for too
+
     warnings.simplefilter("ignore")
     if name == "import only":
-        import torch  # noqa: F401
-
-        import opacus_expm  # noqa: F401
-
         seconds = 0.0
         data(records)
     else:
-        from opacus_expm import tasks
-
         kind, *rest = name.split()
         model, dataset = perceptron(kind, int(rest[0])) if name in SCALING else (tasks.cnn(), data(records))
         actions = {
@@ -181,58 +175,28 @@ def run_one(name: str, records: int) -> dict:
             "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),
             "laplace": lambda m, d: laplace_fit(m.eval(), d),
         }
-        start = time.perf_counter()
-        actions[kind](model, dataset)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        _, seconds = timing.seconds(lambda: actions[kind](model, dataset))
+    return {"seconds": seconds, "peak_mb": timing.peak_mb()}
 
 
-def spawn(name: str, records: int) -> dict | None:
+def spawn(name: str, records: int) -> Facts | None:
     """Measure one item in a fresh process; None where it cannot run (a package is missing)."""
-    command = [sys.executable, __file__, "--one", name, "--records", str(records)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        print(f"  {name}: not measured ({reason[:100]})", flush=True)
+    try:
+        return timing.report(timing.start(__spec__.name, "--one", name, "--records", str(records)))
+    except RuntimeError as error:
+        print(f"  {name}: not measured ({str(error).splitlines()[-1][:100]})", flush=True)
         return None
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure(names, records: int, rounds: int, log: str | None) -> dict[str, dict]:
-    """Median over interleaved rounds; every single measurement is appended to ``log``, and not made again."""
-    found: dict[str, list[dict]] = {name: [] for name in names}
-    if log and os.path.exists(log):
-        with open(log) as file:
-            for row in map(json.loads, file):
-                if row["records"] == records and row["name"] in found:
-                    found[row["name"]].append(row)
-    for round_number in range(rounds):
-        for name in names:
-            if len(found[name]) > round_number:
-                continue
-            result = spawn(name, records)
-            if result is None:
-                continue
-            found[name].append(result)
-            if log:
-                with open(log, "a") as file:
-                    file.write(json.dumps({"name": name, "records": records, **result}) + "\n")
-    return {
-        name: {key: sorted(r[key] for r in results)[len(results) // 2] for key in ("seconds", "peak_mb")}
-        for name, results in found.items()
-        if results
-    }
-
-
-def table(found: dict[str, dict]) -> None:
+def table(found: Timings) -> None:
     """Seconds, ratio to the DP-SGD epoch, peak memory beside the DP-SGD step's."""
-    base, empty = found["dp-sgd epoch"], found["import only"]["peak_mb"]
+    empty, base = (found.median(name, "peak_mb") for name in ("import only", "dp-sgd epoch"))
     print(f"{'':22} {'seconds':>8} {'epochs':>7} {'peak MB':>8} {'above import':>13} {'of dp-sgd':>10}")
-    for name, row in found.items():
-        above = row["peak_mb"] - empty
+    for name, row in found.medians("seconds", "peak_mb").items():
+        above, epochs = row["peak_mb"] - empty, found.ratio(name, "dp-sgd epoch", "seconds")
         print(
-            f"{name:22} {row['seconds']:8.1f} {row['seconds'] / base['seconds']:7.2f} {row['peak_mb']:8.0f} {above:13.0f} "
-            f"{above / (base['peak_mb'] - empty):10.2f}",
+            f"{name:22} {row['seconds']:8.1f} {epochs:7.2f} {row['peak_mb']:8.0f} {above:13.0f} "
+            f"{above / (base - empty):10.2f}",
             flush=True,
         )
 
@@ -250,12 +214,12 @@ def profile(records: int) -> None:
     print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
-def plot(found: dict[str, dict], path: str) -> None:
+def plot(found: Timings, path: str) -> None:
     """Bars of the ratios to a DP-SGD epoch."""
     import matplotlib.pyplot as plt
 
-    names = [n for n in found if n != "import only"]
-    ratios = [found[n]["seconds"] / found["dp-sgd epoch"]["seconds"] for n in names]
+    names = [n for n in found.runs if n != "import only"]
+    ratios = [found.ratio(n, "dp-sgd epoch", "seconds") for n in names]
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.barh(names[::-1], ratios[::-1], color="0.5")
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -265,13 +229,48 @@ def plot(found: dict[str, dict], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def measured(options) -> dict[str, Timings]:
+    """All parts, each shown as soon as it is there."""
+    journal = Journal(options.log, "passes")
+
+    def measure(names, records: int) -> Timings:
+        return timing.interleaved(
+            names, lambda name: spawn(name, records), journal, rounds=options.rounds, common={"records": records}
+        )
+
+    found = {"single": measure(COMPARED, options.records)}
+    print(f"{options.records} records, batch {BATCH}, median of {options.rounds}")
+    table(found["single"])
+    twice = "exact sparse 400"
+    found["double"] = measure(("import only", "dp-sgd epoch", twice), 2 * options.records)
+    print(f"{2 * options.records} records")
+    table(found["double"])
+    growth = found["double"].median(twice, "seconds") / found["single"].median(twice, "seconds")
+    print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
+    found["curvlinops"] = measure(CURVLINOPS, BATCH)
+    other = found["curvlinops"].medians("seconds").items()
+    print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other))
+    found["laplace"] = measure(LAPLACE, LAPLACE_RECORDS)
+    whole = found["laplace"].medians("seconds", "peak_mb").items()
+    print(
+        f"{LAPLACE_RECORDS} records: " + ", ".join(f"{n} {r['seconds']:.1f} s, {r['peak_mb']:.0f} MB" for n, r in whole)
+    )
+    found["scaling"] = measure(SCALING, SCALING_RECORDS)
+    print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
+    for name, row in found["scaling"].medians("seconds", "peak_mb").items():
+        print(f"{name:22} {row['seconds']:8.2f} s {row['peak_mb']:8.0f} MB")
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--log", help="file to which single measurements go, and from which a run is resumed")
+    parser.add_argument(
+        "--log", type=Path, help="file to which single measurements go, and from which a run is resumed"
+    )
     parser.add_argument("--plot", help="PNG file for a bar chart")
     parser.add_argument("--profile", action="store_true", help="profile one exact pass instead")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -282,43 +281,13 @@ def main() -> None:
     if options.profile:
         profile(min(options.records, 4096))
         return
-    found = measure(COMPARED, options.records, options.rounds, options.log)
-    print(f"{options.records} records, batch {BATCH}, median of {options.rounds}")
-    table(found)
-    pair = ("import only", "dp-sgd epoch", "exact sparse 400")
-    double = measure(pair, 2 * options.records, options.rounds, options.log)
-    print(f"{2 * options.records} records")
-    table(double)
-    growth = double["exact sparse 400"]["seconds"] / found["exact sparse 400"]["seconds"]
-    print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
-    other = measure(CURVLINOPS, BATCH, options.rounds, options.log)
-    print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other.items()))
-    whole = measure(LAPLACE, LAPLACE_RECORDS, options.rounds, options.log)
-    print(
-        f"{LAPLACE_RECORDS} records: "
-        + ", ".join(f"{n} {r['seconds']:.1f} s, {r['peak_mb']:.0f} MB" for n, r in whole.items())
-    )
-    scaling = measure(SCALING, SCALING_RECORDS, options.rounds, options.log)
-    print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
-    for name, row in scaling.items():
-        print(f"{name:22} {row['seconds']:8.2f} s {row['peak_mb']:8.0f} MB")
+    found = measured(options)
     if options.out:
+        medians = {part: timings.medians("seconds", "peak_mb") for part, timings in found.items()}
         with open(options.out, "w") as file:
-            json.dump(
-                {
-                    "records": options.records,
-                    "batch": BATCH,
-                    "single": found,
-                    "double": double,
-                    "scaling": scaling,
-                    "curvlinops": other,
-                    "laplace": whole,
-                },
-                file,
-                indent=1,
-            )
+            json.dump({"records": options.records, "batch": BATCH, **medians}, file, indent=1)
     if options.plot:
-        plot(found, options.plot)
+        plot(found["single"], options.plot)
 
 
 if __name__ == "__main__":

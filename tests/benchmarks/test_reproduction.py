@@ -12,23 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, NoGuarantee, cli, reproduction, tasks
-from opacus_expm.reproduction import (
-    EPSILONS,
-    METHODS,
-    RADII,
-    Cost,
-    Curve,
-    Effort,
-    Finding,
-    Reference,
-    Reproduction,
-    Setting,
-    reproduce,
-    reproduce_task,
-)
+from benchmarks.reproduction import simulation
+from benchmarks.reproduction.__main__ import main
+from benchmarks.reproduction.claims import Finding, claims, summary, table, to_json
+from benchmarks.reproduction.pictures import plot
+from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
+from benchmarks.reproduction.settings import EPSILONS, METHODS, RADII, TASKS, Effort, Setting
+from benchmarks.reproduction.simulation import reproduce, reproduce_task
+from opacus_expm import ExpMQuadEngine, NoGuarantee, tasks
+from opacus_expm.experiments.tasks import Task
 from opacus_expm.sampling import Gibbs
-from opacus_expm.tasks import Task
 
 PAPER, OURS = METHODS
 SETTING = Setting(3, (1, 2, 3, 4), 0.0, 1e-3, crossing=1.0, flat_from=0.1, enough=3)
@@ -134,7 +127,7 @@ def test_dimensions_above_the_models_are_refused(task):
 def test_ours_states_its_epsilon_and_the_papers_refuses(found):
     for curve in found.curves:
         assert curve.stated == (EPSILONS if curve.method == OURS else (None,) * 6)
-    text = found.table()
+    text = table(found)
     assert "NOT differentially private" in text
     assert "the ledger states ε = 0.1, 1, 2, 5, 10, 50, as asked" in text
     assert all("not_private" in c.method for c in found.curves if c.stated[0] is None)
@@ -147,12 +140,12 @@ def test_what_is_stated_is_what_the_ledger_says(task):
         return ExpMQuadEngine().gather(task.model, loader, 3, criterion=task.criterion, projection_seed=0, **source)
 
     ours, paper = statistics(public_loader=DataLoader(task.public, batch_size=100)), statistics(bounds="paper")
-    assert reproduction.stated_epsilon(ours, 2.0, 0.1, reproduction.drawing(OURS, 0.0)) == 2.0
+    assert simulation.stated_epsilon(ours, 2.0, 0.1, simulation.drawing(OURS, 0.0)) == 2.0
     # With the paper's calibration but our bounds one would have spent less than asked, and be told so.
-    assert reproduction.stated_epsilon(ours, 2.0, 0.1, reproduction.drawing(PAPER, 0.0)) < 2.0
-    assert reproduction.stated_epsilon(paper, 2.0, 0.1, reproduction.drawing(PAPER, 0.0)) is None
+    assert simulation.stated_epsilon(ours, 2.0, 0.1, simulation.drawing(PAPER, 0.0)) < 2.0
+    assert simulation.stated_epsilon(paper, 2.0, 0.1, simulation.drawing(PAPER, 0.0)) is None
     engine = ExpMQuadEngine()
-    engine.release(paper, 2.0, 0.1, **reproduction.drawing(PAPER, 0.0))
+    engine.release(paper, 2.0, 0.1, **simulation.drawing(PAPER, 0.0))
     with pytest.raises(NoGuarantee):
         engine.get_epsilon(0.0)
 
@@ -208,18 +201,18 @@ def test_a_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
 
 
 def test_json_comes_back_the_same(found, tmp_path):
-    found.to_json(tmp_path / "toy.json")
+    to_json(found, tmp_path / "toy.json")
     again = Reproduction.from_json(tmp_path / "toy.json")
     assert again == found
     written = json.loads((tmp_path / "toy.json").read_text())
-    assert [c["statement"] for c in written["claims"]] == [c.statement for c in found.claims()]
+    assert [c["statement"] for c in written["claims"]] == [c.statement for c in claims(found)]
     (tmp_path / "other.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="holds no reproduction"):
         Reproduction.from_json(tmp_path / "other.json")
 
 
 def test_two_pictures_are_drawn(found, tmp_path):
-    paths = found.plot(tmp_path / "new")
+    paths = plot(found, tmp_path / "new")
     assert [p.name for p in paths] == ["toy-radius.png", "toy-dimension.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
 
@@ -260,7 +253,7 @@ def made_up(radius=None, dimension=None, dp_sgd=FLAT, untuned=FLAT, crossed=None
 
 
 def finding(result, words, method=PAPER) -> Finding:
-    (claim,) = [c for c in result.claims() if words in c.statement]
+    (claim,) = [c for c in claims(result) if words in c.statement]
     return claim.findings[method]
 
 
@@ -361,7 +354,7 @@ def test_a_better_large_radius_is_said_but_does_not_decide():
 
 
 def test_cross_entropy_is_judged_by_its_own_gap():
-    assert not any("cross-entropy" in c.statement for c in made_up().claims())
+    assert not any("cross-entropy" in c.statement for c in claims(made_up()))
     poor = (80.0, 80.5, 81.0, 82.0, 84.9, 89.0)  # good at ε = 50 only
     result = made_up(crossed={PAPER: poor, OURS: RISING})
     assert finding(result, "cross-entropy", PAPER).verdict == "yes"
@@ -379,8 +372,8 @@ def test_without_a_gap_nothing_that_needs_one_holds():
 
 def test_the_table_shows_every_claim_and_verdict():
     result = made_up(dp_sgd=RISING)
-    rows = [line for line in result.table().splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + len(result.claims())
+    rows = [line for line in table(result).splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(claims(result))
     assert "(not private)" in rows[0]
     (row,) = [r for r in rows if "flat" in r]
     assert row.count("**yes**") == row.count("**no**") == 1
@@ -389,7 +382,7 @@ def test_the_table_shows_every_claim_and_verdict():
 def test_the_summary_has_a_column_a_task_and_both_verdicts():
     failing = dataclasses.replace(made_up(dp_sgd=RISING), task="other")
     with_loss = made_up(crossed={PAPER: FLAT, OURS: RISING})
-    lines = reproduction.summary([with_loss, failing]).splitlines()
+    lines = summary([with_loss, failing]).splitlines()
     assert lines[:2] == ["| the paper says | made up | other |", "|---|---|---|"]
     assert "| a moderate R is best | yes / yes | yes / yes |" in lines
     assert "| DP-SGD is flat (at the paper's rate / tuned) | yes / yes | yes / no |" in lines
@@ -402,39 +395,39 @@ def test_the_summary_has_a_column_a_task_and_both_verdicts():
 
 def test_the_command_writes_figures_data_and_table(task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
-    monkeypatch.setattr(reproduction, "_EXPERIMENTS", {"sine": (SETTING, EFFORT)})
-    arguments = ["reproduce", "sine", "--draws", "4", "--test-records", "50", "--out", str(tmp_path)]
+    monkeypatch.setattr(simulation, "EXPERIMENTS", {"sine": (SETTING, EFFORT)})
+    arguments = ["sine", "--draws", "4", "--test-records", "50", "--out", str(tmp_path)]
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
-        assert cli.main(arguments) == 0
+        assert main(arguments) == 0
     printed = capsys.readouterr().out
     names = {p.name for p in tmp_path.iterdir()}
     figures = {"sine-radius.png", "sine-dimension.png"}
     assert names == {"cells.jsonl", "simulations.jsonl", "sine.json", "sine.md", *figures}
     written = Reproduction.from_json(tmp_path / "sine.json")
     assert (written.draws, written.test_records, written.quick) == (4, 50, False)
-    assert printed.startswith(written.table())
-    assert (tmp_path / "sine.md").read_text() == written.table() + "\n"
+    assert printed.startswith(table(written))
+    assert (tmp_path / "sine.md").read_text() == table(written) + "\n"
     zero_shot = tasks.loss(task.model, TensorDataset(*(t[:50] for t in task.test.tensors)), task.criterion)
     assert written.reference("zero-shot").means[0] == pytest.approx(zero_shot, rel=1e-12)
 
 
 def test_without_a_directory_the_command_makes_one(task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
-    monkeypatch.setattr(reproduction, "_EXPERIMENTS", {"sine": (SETTING, EFFORT)})
+    monkeypatch.setattr(simulation, "EXPERIMENTS", {"sine": (SETTING, EFFORT)})
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
-        assert cli.main(["reproduce", "sine", "--draws", "2", "--test-records", "50"]) == 0
+        assert main(["sine", "--draws", "2", "--test-records", "50"]) == 0
     assert "written to reproduction: " in capsys.readouterr().out
     assert (tmp_path / "reproduction" / "sine.json").exists()
 
 
 def test_quick_runs_say_so(task, monkeypatch):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
-    monkeypatch.setattr(reproduction, "_EXPERIMENTS", {"sine": (SETTING, EFFORT)})
+    monkeypatch.setattr(simulation, "EXPERIMENTS", {"sine": (SETTING, EFFORT)})
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         result = reproduce_task("sine", quick=True, draws=2, progress=False)
     assert result.quick
-    assert "sine (quick run): 300 private records, p = 6; means over 2 simulated candidates" in result.table()
+    assert "sine (quick run): 300 private records, p = 6; means over 2 simulated candidates" in table(result)
 
 
 @pytest.mark.parametrize(
@@ -448,19 +441,19 @@ def test_quick_runs_say_so(task, monkeypatch):
 )
 def test_bad_options_are_explained(capsys, tmp_path, arguments, message):
     with warnings.catch_warnings(), pytest.raises(SystemExit) as raised:
-        cli.main(["reproduce", *arguments, "--out", str(tmp_path / "out")])
+        main([*arguments, "--out", str(tmp_path / "out")])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "reproduction"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "reproduction"
 
 
-def test_what_the_readme_shows_is_what_was_found():
-    found = [Reproduction.from_json(RESULTS / f"{name}.json") for name in reproduction.TASKS]
+def test_what_the_docs_show_is_what_was_found():
+    found = [Reproduction.from_json(RESULTS / f"{name}.json") for name in TASKS]
     assert not any(one.quick for one in found)
-    assert reproduction.summary(found) in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert summary(found) in (RESULTS.parents[1] / "docs" / "pages" / "paper.md").read_text(encoding="utf-8")
     for one in found:
-        assert (RESULTS / f"{one.task}.md").read_text(encoding="utf-8") == one.table() + "\n"
+        assert (RESULTS / f"{one.task}.md").read_text(encoding="utf-8") == table(one) + "\n"
         assert all(c.stated == (EPSILONS if c.method == OURS else (None,) * 6) for c in one.curves)

@@ -1,4 +1,4 @@
-"""The comparison: its DP-SGD, the search that never sees the test data, resumption, and what is written and drawn."""
+"""The comparison: every budget, the search that never sees the test data, resumption, and what is written and drawn."""
 
 import csv
 import dataclasses
@@ -11,36 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from opacus import PrivacyEngine
-from opacus.validators.errors import UnsupportedModuleError
+from test_baselines import linear, regression
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, comparison, curves
-from opacus_expm.comparison import Comparison, Row, compare, dp_sgd, non_private
-from opacus_expm.tasks import Task
+from opacus_expm import ExpMQuadEngine, curves
+from opacus_expm.baselines import dp_sgd
+from opacus_expm.experiments import cells, cost, methods
+from opacus_expm.experiments.compare import compare
+from opacus_expm.experiments.results import Candidate, Comparison, Row
+from opacus_expm.experiments.tasks import Task
 
 DELTA = 1e-5
-SETTINGS = {"epsilon": 2.0, "delta": DELTA, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 100, "epochs": 3}
 # Whole batches need no search for the noise.
 DP_SGD = {"learning_rate": (0.1,), "max_grad_norm": (1.0,), "sample_rate": (1.0,), "epochs": (5,)}
 EXPM = {"proj_dim": (3,), "radius": (0.5,)}
 NON_PRIVATE = {"learning_rate": (0.1,), "batch_size": (50,), "epochs": (5,)}
 GRIDS = {"non-private": NON_PRIVATE, "dp-sgd": DP_SGD, "expm": EXPM, "expm-delta": EXPM}
-
-
-def regression(slope, records=100, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(records, 5, generator=generator)
-    return TensorDataset(x, slope * x[:, :1] + 0.1 * torch.randn(records, 1, generator=generator))
-
-
-def linear():
-    model = nn.Linear(5, 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.eye(1, 5))
-        model.bias.zero_()
-    return model
 
 
 @pytest.fixture
@@ -55,188 +41,6 @@ def run(task, epsilons=(1.0,), **options):
     return compare(
         task, epsilons, **{"delta": DELTA, "seeds": 2, "trials": 1, "grids": GRIDS, "progress": False, **options}
     )
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    """The Opacus engines that were made."""
-    made = []
-
-    def make(**options):
-        made.append(PrivacyEngine(**options))
-        return made[-1]
-
-    monkeypatch.setattr(comparison, "PrivacyEngine", make)
-    return made
-
-
-# --- DP-SGD ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Optimal order")  # the accountant's, when asked below
-@pytest.mark.parametrize(("epsilon", "batch_size", "epochs"), [(0.1, 10, 2), (1.0, 10, 2), (8.0, 34, 3)])
-def test_dp_sgd_spends_the_budget(engines, epsilon, batch_size, epochs):
-    options = {**SETTINGS, "epsilon": epsilon, "batch_size": batch_size, "epochs": epochs}
-    dp_sgd(linear(), regression(1.6), nn.MSELoss(), **options, seed=0)
-    (engine,) = engines
-    ((_, rate, steps),) = engine.accountant.history
-    assert rate == 1 / math.ceil(100 / batch_size)
-    assert steps == epochs * math.ceil(100 / batch_size)
-    spent = engine.accountant.get_epsilon(DELTA, eps_error=0.01 * min(epsilon, 1))
-    assert 0.995 * epsilon < spent <= epsilon
-
-
-@pytest.mark.parametrize("batch_size", [100, 1000])
-def test_dp_sgd_on_whole_batches_is_a_gaussian_mechanism(engines, batch_size):
-    dp_sgd(linear(), regression(1.6), nn.MSELoss(), **{**SETTINGS, "batch_size": batch_size, "epochs": 7}, seed=0)
-    ((sigma, rate, steps),) = engines[0].accountant.history
-    assert (rate, steps) == (1.0, 7)
-    assert curves.gaussian_epsilon(math.sqrt(7) / sigma, DELTA) == pytest.approx(SETTINGS["epsilon"], rel=1e-9)
-
-
-def test_dp_sgd_noise_has_the_calibrated_size(engines):
-    """One step from a zero gradient moves every weight by noise alone."""
-    model = nn.Linear(4000, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    x = torch.randn(50, 4000)
-    options = {**SETTINGS, "epochs": 1, "momentum": 0.0, "learning_rate": 0.5, "max_grad_norm": 3.0}
-    moved = dp_sgd(model, TensorDataset(x, torch.zeros(50, 1)), nn.MSELoss(), **options, seed=0)
-    ((sigma, _, _),) = engines[0].accountant.history
-    expected = 0.5 * 3.0 * sigma / 50
-    assert weights(moved).std().item() == pytest.approx(expected, rel=0.05)
-    assert weights(moved).std().item() != pytest.approx(2 * expected, rel=0.05)
-
-
-def test_dp_sgd_returns_a_plain_module():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 3), nn.Linear(3, 1)
-            self.first.requires_grad_(False)
-
-        def forward(self, x):
-            return self.last(torch.relu(self.first(x)))
-
-    model = Net().eval()
-    before = weights(model)
-    private = dp_sgd(model, regression(1.6), nn.MSELoss(), **SETTINGS, seed=0)
-    assert type(private) is Net
-    assert not private.training
-    assert list(private.state_dict()) == list(model.state_dict())
-    assert not any(m._forward_hooks or m._backward_hooks or m._forward_pre_hooks for m in private.modules())
-    assert not any(hasattr(p, "grad_sample") for p in [*private.parameters(), *model.parameters()])
-    assert torch.equal(weights(model), before)
-    assert torch.equal(private.first.weight, model.first.weight)
-    assert not private.first.weight.requires_grad
-    assert not torch.equal(private.last.weight, model.last.weight)
-
-
-def test_dp_sgd_is_fixed_by_its_seed():
-    first, again, other, fresh = (
-        weights(dp_sgd(linear(), regression(1.6), nn.MSELoss(), **SETTINGS, seed=seed)) for seed in (1, 1, 2, None)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert not any(torch.equal(fresh, known) for known in (first, other))
-
-
-@pytest.mark.parametrize("seed", [0, None])
-def test_training_leaves_the_global_generator_alone(seed):
-    model, data = linear(), regression(1.6)
-    state = torch.get_rng_state()
-    dp_sgd(model, data, nn.MSELoss(), **SETTINGS, seed=seed)
-    non_private(model, data, nn.MSELoss(), learning_rate=0.1, batch_size=10, epochs=1, seed=seed)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_dp_sgd_survives_empty_batches(engines):
-    data = regression(1.6, 20)
-    sizes = []
-    model = nn.Sequential(linear(), nn.Identity())
-    model[1].register_forward_hook(lambda m, inputs, output: sizes.append(len(output)))
-    private = dp_sgd(model, data, nn.MSELoss(), **{**SETTINGS, "batch_size": 1, "epochs": 2}, seed=0)
-    assert engines[0].accountant.history[0][2] == 40
-    assert len(sizes) < 40  # the others were empty: a third of them in expectation
-    assert torch.isfinite(weights(private)).all()
-
-
-def test_dp_sgd_in_pieces_is_dp_sgd_on_whole_batches():
-    whole, pieces = (
-        weights(dp_sgd(linear(), regression(1.6), nn.MSELoss(), **SETTINGS, max_physical_batch_size=size, seed=0))
-        for size in (100, 7)
-    )
-    assert torch.allclose(whole, pieces, atol=1e-6)
-
-
-def test_dp_sgd_learns_and_clips():
-    data = regression(1.6, 1000)
-    options = {**SETTINGS, "epsilon": 100.0, "batch_size": 1000, "epochs": 40}
-    learnt = dp_sgd(linear(), data, nn.MSELoss(), **options, seed=0)
-    assert learnt.weight[0, 0].item() == pytest.approx(1.6, abs=0.05)
-    held_back = dp_sgd(linear(), data, nn.MSELoss(), **{**options, "max_grad_norm": 1e-3}, seed=0)
-    assert held_back.weight[0, 0].item() < 1.1
-
-
-def test_dp_sgd_takes_any_data_set_of_pairs():
-    class Pairs(Dataset):
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            return data[index]
-
-    data = regression(1.6)
-    results = [weights(dp_sgd(linear(), d, nn.MSELoss(), **SETTINGS, seed=0)) for d in (data, Pairs())]
-    assert torch.equal(*results)
-
-
-def test_layers_that_opacus_refuses_are_refused():
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
-        dp_sgd(model, regression(1.6), nn.MSELoss(), **SETTINGS)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"epsilon": 0.0}, ValueError, "epsilon must be greater than 0"),
-        ({"delta": 0.0}, ValueError, "delta must be greater than 0 for DP-SGD"),
-        ({"delta": 1.0}, ValueError, "delta must be in"),
-        ({"learning_rate": -1.0}, ValueError, "learning_rate must be greater than 0"),
-        ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be greater than 0"),
-        ({"batch_size": 0.5}, TypeError, "batch_size must be a positive integer"),
-        ({"epochs": 0}, ValueError, "epochs must be a positive integer"),
-        ({"momentum": 1.0}, ValueError, "momentum must be in"),
-        ({"seed": -1}, ValueError, "seed must be a non-negative integer"),
-        ({"max_physical_batch_size": 0}, ValueError, "max_physical_batch_size must be a positive integer"),
-        ({"criterion": nn.MSELoss(reduction="sum")}, ValueError, "criterion must average over the batch"),
-        ({"criterion": "mse"}, TypeError, "criterion must be a loss function"),
-        ({"dataset": 3}, TypeError, "dataset must be a data set of pairs"),
-        ({"dataset": TensorDataset(torch.ones(3, 5))}, ValueError, "dataset must hold at least one pair"),
-        ({"dataset": []}, ValueError, "dataset must hold at least one pair"),
-        ({"model": "linear"}, TypeError, "model must be a torch.nn.Module"),
-    ],
-)
-def test_dp_sgd_names_what_is_wrong(change, error, message):
-    arguments = {"model": linear(), "dataset": regression(1.6), "criterion": nn.MSELoss(), **SETTINGS, **change}
-    with pytest.raises(error, match=message):
-        dp_sgd(**arguments)
-
-
-def test_non_private_training_finds_the_slope():
-    model = linear()
-    data = regression(1.6, 300)
-    first, again = (
-        non_private(model, data, nn.MSELoss(), learning_rate=0.1, batch_size=50, epochs=20, seed=0) for _ in range(2)
-    )
-    assert torch.equal(weights(first), weights(again))
-    assert first.weight[0, 0].item() == pytest.approx(1.6, abs=0.05)
-    assert model.weight[0, 0].item() == 1.0
-    assert type(first) is nn.Linear
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------
@@ -383,7 +187,7 @@ def test_the_search_trains_on_other_records_than_it_scores_on(task, monkeypatch)
         return original(model, dataset, criterion, **options)
 
     scored = []
-    monkeypatch.setattr(comparison, "dp_sgd", spy)
+    monkeypatch.setattr(cells, "dp_sgd", spy)
     monkeypatch.setattr(Task, "score", lambda self, model: scored.append(self.test.tensors[0]) or 0.0)
     run(task, methods=["dp-sgd"], grids={"dp-sgd": {**DP_SGD, "epochs": (1, 2)}}, seeds=1, trials=2, validation=0.25)
     assert [(seed, len(x)) for seed, x in seen] == [
@@ -410,7 +214,7 @@ def test_the_search_trains_on_other_records_than_it_scores_on(task, monkeypatch)
     ],
 )
 def test_the_best_score_wins_and_what_diverged_does_not(task, monkeypatch, metric, scores, chosen):
-    monkeypatch.setattr(comparison, "dp_sgd", lambda *parts, epochs, **options: epochs)
+    monkeypatch.setattr(cells, "dp_sgd", lambda *parts, epochs, **options: epochs)
     monkeypatch.setattr(Task, "score", lambda self, epochs: scores[epochs - 1])
     found = run(
         dataclasses.replace(task, metric=metric), methods=["dp-sgd"], grids={"dp-sgd": {**DP_SGD, "epochs": (1, 2, 3)}}
@@ -426,13 +230,13 @@ def test_the_best_score_wins_and_what_diverged_does_not(task, monkeypatch, metri
 def count(monkeypatch):
     """How often a cell was computed."""
     calls = []
-    original = comparison._Bench.run
+    original = cells.Bench.run
 
     def counted(self, cell):
         calls.append((cell.method, cell.epsilon, cell.seed))
         return original(self, cell)
 
-    monkeypatch.setattr(comparison._Bench, "run", counted)
+    monkeypatch.setattr(cells.Bench, "run", counted)
     return calls
 
 
@@ -516,8 +320,8 @@ def found():
     for epsilon in (0.1, 1.0, 10.0):
         rows.append(Row("expm", epsilon, 0.0, (85.0, 87.0), False, 1.0, None, {"radius": 0.1}))
     search = (
-        comparison.Candidate("dp-sgd", 0.1, {"learning_rate": 0.1, "sample_rate": 0.1}, 81.5),
-        comparison.Candidate("dp-sgd", 0.1, {"learning_rate": 0.3, "sample_rate": 0.1}, 80.0),
+        Candidate("dp-sgd", 0.1, {"learning_rate": 0.1, "sample_rate": 0.1}, 81.5),
+        Candidate("dp-sgd", 0.1, {"learning_rate": 0.3, "sample_rate": 0.1}, 80.0),
     )
     grids["non-private"] = ({"epochs": (5,)},)
     return Comparison("toy", "accuracy", 1e-5, (0, 1), 1, 0.2, grids, tuple(rows), search)
@@ -671,29 +475,29 @@ def test_without_delta_the_methods_that_need_one_are_left_out(task):
     assert {row.method for row in found.rows} == {"zero-shot", "non-private", "expm"}
 
 
-@pytest.mark.parametrize("grids", [comparison.GRIDS, comparison.QUICK_GRIDS])
+@pytest.mark.parametrize("grids", [methods.GRIDS, methods.QUICK_GRIDS])
 def test_the_grids_of_the_private_methods_are_of_one_size(grids):
-    sizes = {method: len(comparison._candidates(grid, 10**6)) for method, grid in grids.items()}
+    sizes = {method: len(methods.combinations(grid, 10**6)) for method, grid in grids.items()}
     assert sizes["dp-sgd"] == sizes["expm"] == sizes["expm-delta"]
     for method, grid in grids.items():
         for part in grid:
-            comparison._check_grid(method, part)
+            methods.check_grid(method, part)
 
 
 def test_peak_memory_is_that_of_the_run():
     device = torch.device("cpu")
-    if comparison._reset_peak(device) is None:
+    if cost._reset_peak(device) is None:
         pytest.skip("this system does not tell")
-    with comparison._metered(device) as large:
+    with cost.metered(device) as large:
         np.ones(2**23)  # 64 MiB
-    with comparison._metered(device) as small:
+    with cost.metered(device) as small:
         np.ones(2**10)
     assert 60 < large.memory < 80
     assert small.memory < 10
 
 
 @pytest.mark.parametrize("name", ["mnist", "icu", "sine"])
-def test_what_the_readme_shows_is_what_was_found(name):
-    root = Path(__file__).parents[1]
+def test_what_the_docs_show_is_what_was_found(name):
+    root = Path(__file__).parents[2]
     found = Comparison.from_json(root / "benchmarks" / "comparison" / f"{name}.json")
-    assert found.table().split("\n\n")[0] in (root / "README.md").read_text(encoding="utf-8")
+    assert found.table().split("\n\n")[0] in (root / "docs" / "pages" / "results.md").read_text(encoding="utf-8")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_datasets import APACHE, PATIENT, REAL_DATA, csv_text, put, write_eicu, write_mnist, write_physionet
+from test_datasets import APACHE, PATIENT, REAL_DATA, csv_text, write_eicu, write_mnist, write_physionet
+from test_downloads import put
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -1,0 +1,274 @@
+"""Side by side with Opacus DP-SGD, at the same budget and under the same adjacency.
+
+``compare`` runs up to five methods on one task:
+
+| method | guarantee | what runs |
+|---|---|---|
+| ``"zero-shot"`` | nothing private is used | the pretrained model |
+| ``"non-private"`` | none | Adam on the private data |
+| ``"dp-sgd"`` | (ε, δ) | Opacus: Poisson sampling, hooks, noise calibrated by its PRV accountant |
+| ``"expm"`` | (ε, 0) | ``ExpMQuadEngine``, pure |
+| ``"expm-delta"`` | (ε, δ) | ``ExpMQuadEngine`` at the same δ as DP-SGD |
+
+Every method that has settings has a grid of them, and all grids are searched in the same way. A part of the *private*
+records is held out; candidates are trained on the rest and scored on that part; the best is then trained on all private
+records, once a seed, and scored on the test data. The test data takes no part in any choice. Nor is it public data
+that decides, since the point of fine-tuning is that the private data differ. What the choice costs is not charged, to no
+method: the figures compare methods at their best, and are not those of a deployment, which must choose on public data.
+
+**Privacy:** a comparison is an experiment, not a release. It trains without privacy, tunes without charge and releases many
+times; its numbers, and the files it writes, are for data on which that is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics as moments
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+from tqdm.auto import tqdm
+
+from opacus_expm import _check
+from opacus_expm.baselines import check_criterion, tensors
+from opacus_expm.experiments.cells import Bench, Cell, Lab, Outcome
+from opacus_expm.experiments.journal import Journal, canonical
+from opacus_expm.experiments.methods import (
+    GRIDS,
+    METHODS,
+    QUICK_GRIDS,
+    Grid,
+    Settings,
+    budgets_of,
+    checked_grids,
+    combinations,
+)
+from opacus_expm.experiments.results import Candidate, Comparison, Row
+from opacus_expm.experiments.tasks import Task
+from opacus_expm.model import check_module, tensor_digest
+
+_TUNING_SEED = 1_000_000  # trials have seeds of their own, from here
+_FILE = "cells.jsonl"
+
+
+def compare(
+    task: Task,
+    epsilons: Sequence[float],
+    *,
+    delta: float = 1e-5,
+    seeds: int | Sequence[int] = 5,
+    methods: Sequence[str] | None = None,
+    draws: int = 1,
+    trials: int = 2,
+    validation: float = 0.2,
+    grids: Mapping[str, Grid | Sequence[Grid]] | None = None,
+    quick: bool = False,
+    out: str | PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Comparison:
+    """Zero-shot, non-private, DP-SGD and ExpM-Quad on one task, at the same budgets under add/remove adjacency.
+
+    How settings are chosen, and that this is not charged, is said at the top of the module.
+
+    Args:
+        task: model, data and metric; for a model of your own, ``Task(model, public, private, test, criterion, ...)``.
+        epsilons: budgets, in any order.
+        delta: δ of DP-SGD and of ``"expm-delta"``; 0 leaves both out.
+        seeds: how many runs of each method, or their seeds. A seed fixes everything that is random: the subspace, the noise,
+            the sampling.
+        methods: some of ``METHODS``; all of them by default.
+        draws: with 1, a value of ExpM-Quad is that of one release. With more, ``ExpMQuadEngine.simulate`` gives this many
+            values a seed from one pass, and the result says that they are a simulation.
+        trials: runs of each candidate in the search, the same number for every method; one alone often picks a lucky one.
+        validation: share of the private records that is held out in the search.
+        grids: settings to search, by method, in place of the default ones (``GRIDS``): a mapping from names to values, of
+            which all combinations are tried, or several such mappings. ``sample_rate`` of DP-SGD is a batch's share
+            of the records; those of ExpM-Quad are arguments of ``ExpMQuadEngine.make_private_expm``.
+        quick: use ``QUICK_GRIDS`` where none is given.
+        out: directory for finished cells. A run that was interrupted, or one with more seeds, budgets or candidates, goes on
+            from there; cells of another configuration (data, model, δ, version) are ignored.
+        progress: show a bar; None shows it on a terminal.
+
+    Returns:
+        Means, deviations, costs and the search, in a fixed order.
+
+    Raises:
+        TypeError, ValueError: bad input, before anything runs (values in a grid: when their turn comes).
+
+    **Privacy:** none; see the top of the module.
+    """
+    if not isinstance(task, Task):
+        raise TypeError(f"task must be a Task with model, data and metric, got {type(task).__name__}")
+    check_module(task.model)
+    check_criterion(task.criterion)
+    budgets = _checked_epsilons(epsilons)
+    delta = _check.fraction("delta", delta)
+    chosen = _checked_methods(methods, delta)
+    seeds = _checked_seeds(seeds)
+    _check.positive_int("draws", draws)
+    _check.positive_int("trials", trials)
+    if _check.fraction("validation", validation) == 0:
+        raise ValueError(f"validation must be greater than 0, got {validation!r}")
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    searched = checked_grids(grids, QUICK_GRIDS if quick else GRIDS, chosen)
+    candidates = {method: combinations(searched[method], parameters) for method in searched}
+    lab = Lab(task)
+    search, full = Bench(_held_out(task, validation), lab, delta), Bench(task, lab, delta)
+    path = None if out is None else Path(out) / _FILE
+    journal = Journal(path, task_digest(task, delta, validation), Outcome.from_facts)
+    tuned = _trials(candidates, budgets, trials)
+    columns = [(method, epsilon) for method in chosen for epsilon in budgets_of(method, budgets)]
+    total = len(tuned) + sum(1 if method == "zero-shot" else len(seeds) for method, _ in columns)
+    with tqdm(total=total, desc=task.name or "compare", disable=None if progress is None else not progress) as bar:
+        scores = _run(search, tuned, journal, bar)
+        search_results, best = _best(candidates, budgets, tuned, scores, task.metric)
+        cells = [
+            Cell("run", method, epsilon, seed, best.get((method, epsilon), {}), draws if "expm" in method else 1)
+            for method, epsilon in columns
+            for seed in (seeds[:1] if method == "zero-shot" else seeds)
+        ]
+        outcomes = _run(full, cells, journal, bar)
+    own = {column: [outcomes[c.key()] for c in cells if (c.method, c.epsilon) == column] for column in columns}
+    return Comparison(
+        task=task.name,
+        metric=task.metric,
+        delta=delta,
+        seeds=seeds,
+        trials=trials,
+        validation=validation,
+        grids={method: tuple(dict(g) for g in grid) for method, grid in searched.items()},
+        rows=tuple(_row(*column, delta, own[column], best.get(column, {})) for column in columns),
+        search=search_results,
+    )
+
+
+def _trials(candidates: Mapping[str, list[Settings]], budgets: Sequence[float], trials: int) -> list[Cell]:
+    """The cells of the search; a method with one candidate has none."""
+    return [
+        Cell("trial", method, epsilon, _TUNING_SEED + trial, settings)
+        for method in candidates
+        if len(candidates[method]) > 1
+        for epsilon in budgets_of(method, budgets)
+        for settings in candidates[method]
+        for trial in range(trials)
+    ]
+
+
+def _run(bench: Bench, cells: list[Cell], journal: Journal, bar: tqdm[Any]) -> dict[str, Outcome]:
+    """The outcome of every cell, by its key: from the journal, or run now."""
+    found = {}
+    for cell in sorted(cells, key=Cell.order):  # cells that share a pass come together; otherwise as listed
+        facts = dataclasses.asdict(cell)
+        kept = journal.get(facts) or journal.put(facts, dataclasses.asdict(bench.run(cell)))
+        found[cell.key()] = Outcome.from_facts(kept)
+        bar.update()
+    return found
+
+
+def _row(method: str, epsilon: float | None, delta: float, outcomes: Sequence[Outcome], settings: Settings) -> Row:
+    """One method at one budget, from its runs; ``delta`` is that of the methods that have one."""
+    measured = [o.memory for o in outcomes if o.memory is not None]
+    return Row(
+        method=method,
+        epsilon=epsilon,
+        delta=None if epsilon is None else 0.0 if method == "expm" else delta,
+        values=tuple(v for o in outcomes for v in o.values),
+        simulated=any(o.simulated for o in outcomes),
+        seconds=moments.fmean(o.seconds for o in outcomes),
+        memory=max(measured) if measured else None,
+        settings=settings,
+    )
+
+
+def task_digest(task: Task, *facts: object) -> str:
+    """Of the version, a task's data and model, and whatever else the cells depend on."""
+    digest = hashlib.sha256()
+    named = [version("opacus-expm"), task.name, task.metric, *facts]
+    digest.update(canonical([*named, repr(task.model), repr(task.criterion)]).encode())
+    found = {**task.model.state_dict(), **{f"criterion.{k}": v for k, v in task.criterion.state_dict().items()}}
+    for name in ("public", "private", "test"):
+        found.update({f"{name}.{i}": t for i, t in enumerate(tensors(name, getattr(task, name)))})
+    for name, tensor in found.items():
+        digest.update(f"{name} {tensor_digest(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def _held_out(task: Task, validation: float) -> Task:
+    """The task of the search: a part of the private records is the test data, and the task's own is out of reach."""
+    x, y = tensors("private", task.private)
+    held = round(validation * len(x))
+    if not 0 < held < len(x):
+        raise ValueError(
+            f"validation={validation!r} of {len(x)} private records leaves nothing to hold out or to train on"
+        )
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(_TUNING_SEED))
+    parts = TensorDataset(x[order[held:]], y[order[held:]]), TensorDataset(x[order[:held]], y[order[:held]])
+    return dataclasses.replace(task, private=parts[0], test=parts[1])
+
+
+def _best(
+    candidates: Mapping[str, list[Settings]],
+    budgets: Sequence[float],
+    cells: list[Cell],
+    outcomes: Mapping[str, Outcome],
+    metric: str,
+) -> tuple[tuple[Candidate, ...], dict[tuple[str, float | None], Settings]]:
+    """Every candidate's score, and the settings with the best one; of equal ones the first."""
+    search, best = [], {}
+    for method, listed in candidates.items():
+        for epsilon in budgets_of(method, budgets):
+            scored = []
+            for settings in listed if len(listed) > 1 else ():
+                own = [c for c in cells if (c.method, c.epsilon, c.settings) == (method, epsilon, settings)]
+                score = moments.fmean(v for c in own for v in outcomes[c.key()].values)
+                scored.append(Candidate(method, epsilon, settings, score))
+            search += scored
+            best[method, epsilon] = max(scored, key=lambda c: _merit(c.score, metric)).settings if scored else listed[0]
+    return tuple(search), best
+
+
+def _merit(score: float, metric: str) -> float:
+    """Larger is better; what diverged is worst."""
+    if not math.isfinite(score):
+        return -math.inf
+    return score if metric == "accuracy" else -score
+
+
+def _checked_epsilons(epsilons: object) -> tuple[float, ...]:
+    """Budgets, ascending, each once."""
+    if isinstance(epsilons, int | float):
+        epsilons = (epsilons,)
+    if isinstance(epsilons, str) or not isinstance(epsilons, Sequence | np.ndarray) or not len(epsilons):
+        raise TypeError(f"epsilons must be a list of numbers greater than 0, got {epsilons!r}")
+    return tuple(sorted({_check.positive("epsilons", e) for e in epsilons}))
+
+
+def _checked_methods(methods: object, delta: float) -> tuple[str, ...]:
+    """Methods in their order."""
+    if methods is None:
+        return tuple(m for m in METHODS if delta > 0 or m not in ("dp-sgd", "expm-delta"))
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
+        raise TypeError(f"methods must be a list of names from {METHODS}, got {methods!r}")
+    for method in methods:
+        _check.one_of("methods", method, METHODS)
+        if delta == 0 and method in ("dp-sgd", "expm-delta"):
+            raise ValueError(f"delta must be greater than 0 for the method {method!r}, got 0")
+    return tuple(m for m in METHODS if m in methods)
+
+
+def _checked_seeds(seeds: object) -> tuple[int, ...]:
+    """The seeds, or as many from 0."""
+    if isinstance(seeds, Sequence) and not isinstance(seeds, str):
+        found = tuple(_check.seed("seeds", s) for s in seeds)
+        if not found or len(set(found)) < len(found):
+            raise ValueError(f"seeds must hold at least one number, each once, got {seeds!r}")
+        return found
+    return tuple(range(_check.positive_int("seeds", seeds)))

@@ -1,0 +1,64 @@
+"""Time and peak memory of a run."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Cost:
+    """Seconds and MiB of a run, known when it has ended."""
+
+    seconds: float = math.nan
+    memory: float | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        """One after the other: times add up, peaks do not."""
+        peaks = [m for m in (self.memory, other.memory) if m is not None]
+        return Cost(self.seconds + other.seconds, max(peaks, default=None))
+
+
+@contextmanager
+def metered(device: torch.device) -> Iterator[Cost]:
+    """Time and peak memory of what runs inside."""
+    cost = Cost()
+    before = _reset_peak(device)
+    start = time.perf_counter()
+    yield cost
+    cost.seconds = time.perf_counter() - start
+    peak = _peak(device)
+    cost.memory = None if before is None or peak is None else max(0.0, peak - before)
+
+
+def _reset_peak(device: torch.device) -> float | None:
+    """Start a new measurement; MiB held now, None where it cannot be measured."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device) / 2**20
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system, or a later run would hide in it
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again from here
+    except (AttributeError, OSError, TypeError):
+        return None
+    return _peak(device)
+
+
+def _peak(device: torch.device) -> float | None:
+    """MiB held at the most since the measurement began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) / 2**10
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,164 @@
+"""README and docs: code that compiles, names and links that exist, complete tables, proofs whose tests are there."""
+
+import ast
+import importlib
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm import ExpMQuadEngine
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pages"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(FOLDER.glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+NAMED_TEST = re.compile(r"`(tests/test_\w+\.py)::(\w+)`")
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(text):
+    """The Python blocks of a page."""
+    return [code for language, code in FENCE.findall(text) if language == "python"]
+
+
+def missing_names(code):
+    """What a block imports from the package that is not there."""
+    missing = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "opacus_expm":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                try:
+                    getattr(module, alias.name)
+                except AttributeError:
+                    try:
+                        importlib.import_module(f"{node.module}.{alias.name}")
+                    except ImportError:
+                        missing.append(alias.name)
+    return missing
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)) for heading in headings]
+    return {heading.strip().lower().replace(" ", "-") for heading in plain}
+
+
+def broken_links(path, text):
+    """Relative links of a page that lead nowhere."""
+    broken = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        exists = target == path or target.is_file()
+        if not exists or (anchor and anchor not in anchors(text if target == path else text_of(target))):
+            broken.append(link)
+    return broken
+
+
+def missing_tests(text):
+    """Tests that a page names and that are not defined."""
+    missing = []
+    for name, function in NAMED_TEST.findall(text):
+        file = ROOT / name
+        defined = re.search(rf"^def {function}\(", text_of(file), re.MULTILINE) if file.is_file() else None
+        if not defined:
+            missing.append(f"{name}::{function}")
+    return missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_code_compiles_and_imports_what_exists(path):
+    for code in blocks(text_of(path)):
+        compile(code, str(path), "exec")
+        assert missing_names(code) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path):
+    assert broken_links(path, text_of(path)) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_named_tests_are_there(path):
+    assert missing_tests(text_of(path)) == []
+
+
+def test_what_is_wrong_is_noticed():
+    assert missing_names("from opacus_expm import ExpMQuadEngine, audit, nothing") == ["nothing"]
+    page = "# A title\n\n[a](#a-title) [b](#b) [c](README.md#two-commands) [d](README.md#three) [e](absent.md)\n"
+    assert broken_links(ROOT / "page.md", page) == ["#b", "README.md#three", "absent.md"]
+    named = (
+        "`tests/test_docs.py::test_links_lead_somewhere` `tests/test_docs.py::test_nothing` `tests/test_no.py::test_a`"
+    )
+    assert missing_tests(named) == ["tests/test_docs.py::test_nothing", "tests/test_no.py::test_a"]
+
+
+def test_guarantees_name_their_tests():
+    sections = re.split(r"^## ", text_of(FOLDER / "guarantees.md"), flags=re.MULTILINE)
+    proven = [section for section in sections if "**Proof.**" in section]
+    assert len(proven) >= 6
+    assert all(NAMED_TEST.search(section) for section in proven)
+
+
+def first_column(text):
+    """The names in code type at the beginning of table rows."""
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+
+
+def test_every_option_has_its_row_and_no_other():
+    tables, _, rest = text_of(FOLDER / "options.md").partition("## Options of the engine")
+    of_the_engine = rest.partition("## Choosing the settings")[0]
+    for table, function in ((tables, ExpMQuadEngine.make_private_expm), (of_the_engine, ExpMQuadEngine.__init__)):
+        assert sorted(first_column(table)) == sorted(set(inspect.signature(function).parameters) - {"self"})
+
+
+def test_every_module_has_its_row_and_no_other():
+    package = ROOT / "opacus_expm"
+    paths = [path.relative_to(package).with_suffix("") for path in package.rglob("*.py")]
+    modules = {".".join(path.parts) for path in paths if not path.name.startswith("__")}
+    assert sorted(first_column(text_of(FOLDER / "design.md"))) == sorted(modules)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"([\w-]+\.md)$", text_of(ROOT / "docs" / "mkdocs.yml"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.md"))
+
+
+def test_the_readme_is_short():
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", FOLDER / "swap.md"], ids=lambda path: path.stem)
+def test_blocks_run_from_top_to_bottom(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x = torch.randn(2400, 8)
+    loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=600)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+    names = {
+        "model": model,
+        "loader": loader,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "evaluate": lambda module: float(next(module.parameters()).norm()),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what the calls warn of is said on the page
+        for code in blocks(text_of(path)):
+            exec(compile(code, str(path), "exec"), names)
+            for expression, value in re.findall(r"^(engine\.\w+\(.*\))  # ([\d.]+)$", code, re.MULTILINE):
+                assert eval(expression, names) == pytest.approx(float(value), rel=1e-9)
+    assert isinstance(names["engine"], ExpMQuadEngine)
