@@ -6,7 +6,7 @@ What belongs to experiments (``compare``, ``Comparison``, ``datasets`` and ``tas
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, Purchase, Release
+from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, NotGuaranteed, Purchase, Release
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.ranks import RankFailed
 from opacus_expm.statistics import Statistics
@@ -24,6 +24,7 @@ __all__ = [
     "ExpMAccountant",
     "ExpMQuadEngine",
     "NoGuarantee",
+    "NotGuaranteed",
     "Purchase",
     "RankFailed",
     "Release",

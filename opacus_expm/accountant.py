@@ -29,13 +29,24 @@ from opacus_expm.ledger import LedgerError, LedgerFile
 from opacus_expm.plans import Admission, PlannedEvent
 from opacus_expm.sums import ADJACENCIES, BOUNDS, CLIPPINGS
 
+NOISES = ("system", "given")
+EXACT_SAMPLERS = ("exact", "secure")
+
 
 class BudgetExceeded(ValueError):
     """An event would exceed the declared budget; nothing was charged or released."""
 
 
 class NoGuarantee(ValueError):
-    """The ledger holds a release whose bounds were read off the private data: no ε can be stated."""
+    """The ledger holds, or would hold, a draw that ε does not cover: none can be stated, and no budget be kept.
+
+    Its bounds were read off the private data, or its sampler was not exact; or, where there is a budget, its noise came from
+    a generator that was given.
+    """
+
+
+class NotGuaranteed(UserWarning):
+    """The ε that is stated holds only if the noise of every draw is unknown, and a generator was given for some of them."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,16 @@ class Release:
         projection: kind of projection.
         proj_dim: k.
         seed: public seed of the projection, None where nothing is random.
-        sampler: how the draw was made.
+        sampler: how the draw was made: ``"exact"`` or ``"secure"``; anything else has **no guarantee**.
         failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
         bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
             data, in which case there is **no guarantee**.
         clipping: ``"separate"`` or ``"joint"``.
         round: which draw of its plan.
         rounds: how many draws the plan has.
+        noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
+            seed others may know: **not guaranteed**. Ledgers that were written before this was recorded are read as
+            ``"system"``.
     """
 
     epsilon_range: float
@@ -87,6 +101,7 @@ class Release:
     clipping: str = "separate"
     round: int = 1
     rounds: int = 1
+    noise: str = "system"
 
     def __post_init__(self) -> None:
         for name in ("epsilon_range", "mu"):
@@ -105,6 +120,7 @@ class Release:
             _check.positive_int(name, getattr(self, name))
         _check.one_of("bounds", self.bounds, BOUNDS)
         _check.one_of("clipping", self.clipping, CLIPPINGS)
+        _check.one_of("noise", self.noise, NOISES)
         for name in ("calibration", "projection", "sampler"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
@@ -124,7 +140,7 @@ class Release:
             ValueError: missing or unknown facts, or values that no release can have.
         """
         names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(facts, Mapping) or set(facts) != names:
+        if not isinstance(facts, Mapping) or set(facts) | {"noise"} != names:
             raise ValueError(f"a release has exactly the fields {sorted(names)}")
         try:
             return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
@@ -144,6 +160,7 @@ class Purchase:
         nominal_size: N.
         receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
             were written before there were receipts.
+        noise: as in ``Release``.
     """
 
     epsilon_range: float
@@ -152,6 +169,7 @@ class Purchase:
     quantile: float
     nominal_size: int
     receipt: str = ""
+    noise: str = "system"
 
     mu = math.inf
     failure_probability = 0.0
@@ -165,6 +183,7 @@ class Purchase:
         _check.positive_int("nominal_size", self.nominal_size)
         if not isinstance(self.receipt, str):
             raise TypeError(f"receipt must be a name, got {self.receipt!r}")
+        _check.one_of("noise", self.noise, NOISES)
 
     @property
     def epsilon(self) -> float:
@@ -185,7 +204,7 @@ def _event_from_dict(facts: Any) -> Release | Purchase:
     if not isinstance(facts, Mapping) or "bound" not in facts:
         return Release.from_dict(facts)
     names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) | {"receipt"} != names:
+    if set(facts) | {"receipt", "noise"} != names:
         raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
     try:
         return Purchase(**facts)
@@ -277,7 +296,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             TypeError: neither a ``Release`` nor a ``Purchase``.
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
-            NoGuarantee: there is a budget, and its bounds, or those of an earlier release, were read off the private data.
+            NoGuarantee: there is a budget, and ε does not cover this draw or an earlier one.
         """
         if not isinstance(release, Release | Purchase):
             raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
@@ -405,10 +424,25 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_countable(release)
             self._check_room([release], release.epsilon, release.delta)
 
-    def _check_countable(self, *more: Release | Purchase) -> None:
-        """No budget is kept by a ledger for which no ε can be stated."""
+    def check_covered(self, *, sampler: str, noise: str) -> None:
+        """Raise if a draw of this kind may not be charged: a budget is a promise, which ε has to cover.
+
+        Raises:
+            NoGuarantee: there is a budget, and the sampler is not exact or the noise not the operating system's.
+        """
         if self.budget is not None:
-            _check_guarantee([*self.releases, *more])
+            _check_draw(sampler, noise)
+
+    def _check_countable(self, *more: Release | Purchase) -> None:
+        """No budget is kept by a ledger for which no ε can be stated without reserve."""
+        if self.budget is not None:
+            _check_guarantee([*self.releases, *more], promised=True)
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether ε covers every entry without reserve: bounds, samplers and noise are all as the proofs need them."""
+        self._refresh()
+        return all(map(_is_covered, self.releases))
 
     def _room_in_the_end(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
         """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
@@ -528,12 +562,22 @@ class ExpMAccountant(NotCopied, IAccountant):
             return_method: also give the name of the bound.
 
         Raises:
-            NoGuarantee: a release's bounds were read off the private data.
+            NoGuarantee: a release's bounds were read off the private data, or its sampler was not exact.
+
+        Where a ``noise_generator`` was given for a draw, a ``NotGuaranteed`` warning says so.
         """
         _check.fraction("delta", delta)
         with self._exclusive():
             releases, history = list(self.releases), list(self.history)
         _check_guarantee(releases)
+        given = sum(event.noise != "system" for event in releases)
+        if given:
+            warnings.warn(
+                f"{given} of {len(releases)} draws in this ledger took their noise from a given noise_generator: epsilon is "
+                "stated as if nobody could know that noise, which is NOT guaranteed",
+                NotGuaranteed,
+                stacklevel=3,
+            )
         total = total_epsilon(releases, history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
 
@@ -644,7 +688,9 @@ class ExpMAccountant(NotCopied, IAccountant):
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
-        return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps})"
+        reserved = sum(not _is_covered(event) for event in self.releases)
+        reserve = f", not_guaranteed={reserved}" if reserved else ""
+        return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
 
 
 def _budget(budget: tuple[float, float]) -> Filter:
@@ -706,13 +752,39 @@ def _steps(run: Any) -> Steps:
         raise ValueError(str(error)) from error
 
 
-def _check_guarantee(releases: Sequence[Release | Purchase]) -> None:
-    """Raise if a release's bounds were read off the private data."""
-    if any(isinstance(r, Release) and r.bounds == "paper" for r in releases):
+def _check_guarantee(events: Sequence[Release | Purchase], *, promised: bool = False) -> None:
+    """Raise for an event that ε does not cover; where a budget promises it, also for noise that was given."""
+    for event in events:
+        if isinstance(event, Release) and event.bounds == "paper":
+            raise NoGuarantee(
+                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
+                "no epsilon can be stated for this ledger"
+            )
+        sampler = event.sampler if isinstance(event, Release) else "exact"
+        _check_draw(sampler, event.noise if promised else "system")
+
+
+def _check_draw(sampler: str, noise: str) -> None:
+    """Raise for a draw that ε does not cover."""
+    if sampler not in EXACT_SAMPLERS:
         raise NoGuarantee(
-            "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
-            "no epsilon can be stated for this ledger"
+            f"sampler={sampler!r} is not known to draw exactly, and what it gets wrong is not covered: no epsilon can be "
+            "stated for a ledger with such a release; release with sampler='exact'"
         )
+    if noise != "system":
+        raise NoGuarantee(
+            "noise_generator cannot be used with a budget, which is a promise: whoever knows the generator's seed knows the "
+            "noise; leave noise_generator out, or use a ledger without a budget for tests and simulations"
+        )
+
+
+def _is_covered(event: Release | Purchase) -> bool:
+    """Whether ε covers an event without reserve."""
+    try:
+        _check_guarantee([event], promised=True)
+    except NoGuarantee:
+        return False
+    return True
 
 
 def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:

@@ -34,7 +34,7 @@ class Uniforms(Protocol):
     """A source of uniform numbers: a numpy generator, or the secure mode's."""
 
     def random(self, count: int) -> Array:
-        """Uniform on [0, 1)."""
+        """Uniform on [0, 1]."""
 
 
 def checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:
@@ -96,8 +96,12 @@ def private_quantile(counts: Array, quantile: float, epsilon: float, adjacency: 
         uniforms: source of randomness.
     """
     logits = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
-    cumulative = np.cumsum(np.exp(logits - logits.max()))
-    return float(GRID[np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")])
+    # The least likely points come first, where sums and secure mode's uniforms are precise relative to their size; at the
+    # other end a point with a probability below 2⁻⁵³ could never be chosen.
+    order = np.argsort(logits, kind="stable")
+    cumulative = np.cumsum(np.exp(logits[order] - logits[order[-1]]))
+    place = np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")
+    return float(GRID[order[min(place, GRID.size - 1)]])
 
 
 def grid_counts(norms: Array) -> Array:

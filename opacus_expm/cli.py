@@ -7,11 +7,12 @@ import dataclasses
 import json
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accountant import ExpMAccountant
+from opacus_expm.accountant import ExpMAccountant, NotGuaranteed
 from opacus_expm.ledger import LedgerFile
 
 if TYPE_CHECKING:
@@ -75,12 +76,15 @@ def spent(ledger: Path, delta: float) -> dict[str, Any]:
     if not ledger.exists():
         raise ValueError(f"ledger {str(ledger)!r} does not exist; pass the file given to an engine as ledger_path")
     accountant = ExpMAccountant(ledger_path=ledger)
-    epsilon, method = accountant.get_epsilon(delta, return_method=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotGuaranteed)  # said below
+        epsilon, method = accountant.get_epsilon(delta, return_method=True)
     return {
         "ledger": str(ledger),
         "delta": delta,
         "epsilon": None if math.isinf(epsilon) else epsilon,
         "bound": method,
+        "guaranteed": accountant.guaranteed,
         "budget": None if accountant.budget is None else dataclasses.asdict(accountant.budget),
         "events": LedgerFile(ledger).entries(),
     }
@@ -98,21 +102,25 @@ def _spent_text(found: dict[str, Any]) -> str:
         if facts is None:
             steps += 1
             continue
+        given = ", noise from a given generator" if facts.get("noise") == "given" else ""
         if "bound" in facts:
             lines.append(
-                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({facts['adjacency']})"
+                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} "
+                f"({facts['adjacency']}{given})"
             )
             continue
         costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
         told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
         lines.append(
             f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"{told}, {facts['adjacency']})"
+            f"{told}, {facts['adjacency']}{given})"
         )
     if steps:
         lines.append(f"{steps} DP-SGD steps")
     epsilon = "no finite epsilon" if found["epsilon"] is None else f"epsilon = {found['epsilon']:.6g}"
     lines.append(f"total: {epsilon} at delta = {found['delta']:g} (bound: {found['bound']})")
+    if not found["guaranteed"]:
+        lines.append("NOT guaranteed: stated as if nobody could know the noise that came from a given generator")
     return "\n".join(lines)
 
 

@@ -54,7 +54,7 @@ from opacus_expm.private_file import PassFile
 from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.ranks import Ranks, described
 from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
-from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed
+from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
 from opacus_expm.shrinkage import public_variance, shrunk
 from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
 from opacus_expm.sums import ADJACENCIES
@@ -184,7 +184,8 @@ class ExpMQuadEngine(NotCopied):
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
             calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
-                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up.
+                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up. After a release with
+                anything but ``"exact"``, ``get_epsilon`` refuses to state a guarantee; a budget refuses the release.
             projection: ``"stiefel"`` or ``"sparse"``, random; ``"public"``, the leading eigenvectors of the curvature on
                 ``public_loader``; ``"preconditioned"``, where that curvature gives the metric of the ball.
             projection_seed: public seed of the subspace (round t adds t); drawn afresh by default, and recorded.
@@ -205,7 +206,8 @@ class ExpMQuadEngine(NotCopied):
                 signal for the same noise, and V times the work.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``data.Pieces``).
-            noise_generator: for tests and simulations only; the operating system's entropy by default.
+            noise_generator: for tests and simulations only; the operating system's entropy by default. The ledger records
+                that one was given, ``get_epsilon`` warns, and a budget refuses it.
             progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
                 would tell the data set's size.
 
@@ -645,7 +647,7 @@ class ExpMQuadEngine(NotCopied):
         elif missing and epsilon is not None:
             _check.positive("epsilon", epsilon)
             _check.one_of("adjacency", adjacency, ADJACENCIES)
-            check_noise_generator(noise_generator)
+            self._check_covered("exact", noise_generator)
             given, receipts, remembered = self._buy_bounds(
                 bench, loader, given, epsilon, size, adjacency, noise_generator, joint_radius, admission
             )
@@ -843,7 +845,9 @@ class ExpMQuadEngine(NotCopied):
         """Private quantiles for the bounds that are missing, charged before they are drawn, both by the leading rank."""
         ranks = self._ranks
         purchases = [
-            Purchase(price, adjacency, name, QUANTILES[name], nominal_size, ranks.random_name())
+            Purchase(
+                price, adjacency, name, QUANTILES[name], nominal_size, ranks.random_name(), self._noise(noise_generator)
+            )
             for name, price in _prices(given, epsilon, nominal_size).items()
         ]
         for purchase in purchases:
@@ -896,6 +900,7 @@ class ExpMQuadEngine(NotCopied):
         }
         with self._on_all_ranks(statistics=statistics, radius=radius, **arguments):
             self._check_release(epsilon, delta, radius, regularization, adjacency, calibration)
+            self._check_covered(sampler, noise_generator)
             allowance = allowances(epsilon, delta)[0]
             return self._draw(statistics, allowance, radius, place=(1, 1), admission=None, **arguments)
 
@@ -928,7 +933,6 @@ class ExpMQuadEngine(NotCopied):
         self.accountant.check_paid(statistics.receipts)
         check_resolution(statistics.module, radius, statistics.layout.size)
         draw = self._sampler(sampler)
-        check_noise_generator(noise_generator)
         ridge = _ridge(statistics, radius, regularization)
         sums, subspace, ranks = statistics.sums, statistics.projection, self._ranks
         _check_denoise(denoise, sums.max_curvature)
@@ -950,12 +954,13 @@ class ExpMQuadEngine(NotCopied):
             projection=subspace.kind,
             proj_dim=subspace.dim,
             seed=subspace.seed,
-            sampler="secure" if self.secure_mode else type(draw).__name__.lower(),
+            sampler=self._sampler_name(draw),
             failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
             bounds=statistics.bounds,
             clipping="separate" if sums.joint_radius is None else "joint",
             round=place[0],
             rounds=place[1],
+            noise=self._noise(noise_generator),
         )
         density = statistics.density(calibrated.inverse_temperature, radius, ridge) if ranks.leads else None
         ranks.ready()  # every rank got this far: only now is it charged
@@ -966,7 +971,7 @@ class ExpMQuadEngine(NotCopied):
             if self.secure_mode:
                 reach = calibrated.inverse_temperature * radius * statistics.nominal_size * sums.max_grad_norm
                 fixed = FixedWork(proposals_needed(density.dim, reach))
-                coordinates = fixed.sample(density, SystemNoise())
+                coordinates = fixed.sample(within_reach(density, reach), SystemNoise())
             else:
                 coordinates = draw.sample(density, generator)[0]
         coordinates = ranks.from_leader(torch.from_numpy(coordinates)).numpy()
@@ -1135,8 +1140,7 @@ class ExpMQuadEngine(NotCopied):
         radii = _radii(radius, rounds)
         for r in radii:
             self._check_release(epsilon, delta, r, regularization, options["adjacency"], calibration)
-        check_noise_generator(options["noise_generator"])  # a wrong type must not cost a pass
-        self._sampler(sampler)
+        self._check_covered(sampler, options["noise_generator"])  # a wrong type must not cost a pass
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
         size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
@@ -1220,6 +1224,25 @@ class ExpMQuadEngine(NotCopied):
             raise ValueError("secure_mode draws exactly, with fixed work; leave sampler='exact'")
         return sampler
 
+    def _sampler_name(self, sampler: Sampler) -> str:
+        """How the ledger calls it: only the one exact sampler, and secure mode's, may have their names."""
+        if self.secure_mode:
+            return "secure"
+        name = type(sampler).__name__.lower()
+        return name if (name == "exact") == (type(sampler) is Exact) and name != "secure" else "custom"
+
+    def _noise(self, noise_generator: object) -> str:
+        """Where the noise of a draw comes from; secure mode has no use for a generator."""
+        return "system" if noise_generator is None or self.secure_mode else "given"
+
+    def _check_covered(
+        self, sampler: str | Sampler, noise_generator: torch.Generator | np.random.Generator | None
+    ) -> None:
+        """Refuse samplers and generators of wrong types, and with a budget those that ε does not cover."""
+        check_noise_generator(noise_generator)
+        name = self._sampler_name(self._sampler(sampler))
+        self.accountant.check_covered(sampler=name, noise=self._noise(noise_generator))
+
     def _calibrate(
         self,
         statistics: Statistics,
@@ -1235,7 +1258,7 @@ class ExpMQuadEngine(NotCopied):
             raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
         return calibrate_within(
             allowance,
-            statistics.sums.sensitivity(adjacency),
+            statistics.sums.sensitivity(adjacency, projected=self.secure_mode),
             radius=radius,
             regularization=_ridge(statistics, radius, regularization),
             nominal_size=statistics.nominal_size,

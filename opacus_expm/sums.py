@@ -54,6 +54,8 @@ class Sensitivity:
             narrows the range; a single batch of other records widens it for all.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         joint_radius: the radius R for which gradient and curvature were clipped jointly, None for separate bounds.
+        projected: the sum of gradients is projected onto a ball (see ``secure``), after which a record's share of it is no
+            longer than it was, but may have turned.
     """
 
     max_grad_norm: float
@@ -61,6 +63,7 @@ class Sensitivity:
     parallel: bool
     adjacency: str
     joint_radius: float | None = None
+    projected: bool = False
 
     def width(self, radius: float) -> float:
         """W = sup u − inf u over the ball |ξ| ≤ R, u(ξ) = −ξᵀg − ½ξᵀHξ, over all records within the bounds.
@@ -74,12 +77,16 @@ class Sensitivity:
         attained when k and the rank of H may be 2 or more. Where g is parallel to the only row of B, a single
         coordinate t ∈ [−R, R] matters and W₁ = 2RC_g if r ≤ 1, else R·C_g(1+r)²/(2r). Replacing a record is a removal
         and an addition: at most twice that. After joint clipping W is 2RC_g by construction.
+
+        Once gradients may have turned, W* is due in place of W₁, which is at most 2/√3 times as large (at r = 2); so after
+        joint clipping by W₁ the width is at most 2/√3 of what it was by construction.
         """
+        turned = self.parallel and self.projected
         if self.joint_radius is not None:
             self._check_radius(radius)
-            return self._records() * 2 * radius * self.max_grad_norm
+            return self._records() * 2 * radius * self.max_grad_norm * (2 / math.sqrt(3) if turned else 1.0)
         g, h = torch.tensor([self.max_grad_norm, self.max_curvature], dtype=torch.float64)
-        return self._records() * float(utility_width(g, h, radius, parallel=self.parallel))
+        return self._records() * float(utility_width(g, h, radius, parallel=self.parallel and not turned))
 
     def _check_radius(self, radius: float) -> None:
         """Joint clipping fixes the radius."""
@@ -137,10 +144,11 @@ class ClippedSums(PrivateValues):
     rank: int = 0
     joint_radius: float | None = None
 
-    def sensitivity(self, adjacency: str) -> Sensitivity:
-        """What one record can change, under the given adjacency."""
+    def sensitivity(self, adjacency: str, *, projected: bool = False) -> Sensitivity:
+        """What one record can change, under the given adjacency; in one dimension a projection turns nothing."""
         _check.one_of("adjacency", adjacency, ADJACENCIES)
-        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, self.joint_radius)
+        turns = projected and len(self.gradient) > 1
+        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, self.joint_radius, turns)
 
     def packed(self) -> Tensor:
         """G and the upper triangle of S, row by row: k + k(k+1)/2 numbers in float64 on the CPU; private."""

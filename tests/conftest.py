@@ -7,11 +7,12 @@ With HYPOTHESIS_PROFILE=fuzz it looks for new examples instead, many of them, an
 import os
 import urllib.request
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from opacus import PrivacyEngine
 
-from opacus_expm import baselines
+from opacus_expm import baselines, engine
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile(
@@ -44,3 +45,10 @@ def engines(monkeypatch):
 
     monkeypatch.setattr(baselines, "PrivacyEngine", make)
     return made
+
+
+@pytest.fixture
+def seeded_noise(monkeypatch):
+    """The same noise for every draw as if it came from the operating system: a budget accepts no generator."""
+    source = engine.noise_source
+    monkeypatch.setattr(engine, "noise_source", lambda given: source(given or np.random.default_rng(5)))

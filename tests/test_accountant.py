@@ -27,6 +27,7 @@ from opacus_expm import (
     ExpMAccountant,
     ExpMQuadEngine,
     NoGuarantee,
+    NotGuaranteed,
     Purchase,
     Release,
     composition,
@@ -58,6 +59,7 @@ FACTS = {
     "clipping": "separate",
     "round": 2,
     "rounds": 3,
+    "noise": "system",
 }
 
 
@@ -149,7 +151,7 @@ def test_dictionaries_round_trip(costs, adjacency, failure, seed):
     assert (facts["epsilon_range"] is None) == math.isinf(epsilon_range)
 
 
-@pytest.mark.parametrize("field", FACTS)
+@pytest.mark.parametrize("field", set(FACTS) - {"noise"})
 def test_dictionaries_with_too_little_are_refused(field):
     with pytest.raises(ValueError, match="exactly the fields"):
         Release.from_dict({name: value for name, value in FACTS.items() if name != field})
@@ -1363,6 +1365,78 @@ def test_a_budget_is_not_kept_without_a_guarantee(tmp_path):
     with pytest.raises(NoGuarantee):
         accountant.admit([[PlannedEvent(0.5)]], 0.5, 0.0)
     assert len(accountant) == 1
+
+
+PURCHASE = Purchase(0.1, "add_remove", "max_grad_norm", 0.8, 40, noise="given")
+
+
+@pytest.mark.parametrize("event", [release(0.5, noise="given"), PURCHASE], ids=["release", "purchase"])
+def test_given_noise_is_recorded_and_said(event, tmp_path):
+    """ε is stated, with a warning every time; the file and a saved ledger say it too."""
+    path = tmp_path / "ledger"
+    accountant = ExpMAccountant(ledger_path=path)
+    accountant.record(release(0.25))
+    assert accountant.guaranteed
+    assert accountant.get_epsilon() == 0.25
+    accountant.record(event)
+    saved = ExpMAccountant()
+    saved.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    for ledger in (accountant, ExpMAccountant(ledger_path=path), saved):
+        assert not ledger.guaranteed
+        assert repr(ledger) == "ExpMAccountant(releases=2, dp_sgd_steps=0, not_guaranteed=1)"
+        for _ in range(2):
+            with pytest.warns(NotGuaranteed, match=r"^1 of 2 draws .* which is NOT guaranteed"):
+                assert ledger.get_epsilon() == pytest.approx(0.25 + event.epsilon_range)
+            with pytest.warns(NotGuaranteed):
+                assert ledger.get_epsilon(1e-5, return_method=True)[0] > 0
+
+
+def test_the_systems_noise_is_stated_without_a_warning():
+    accountant = ExpMAccountant()
+    accountant.record(release(0.25))
+    accountant.record(release(0.25, sampler="secure"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accountant.get_epsilon() == 0.5
+    assert repr(accountant) == "ExpMAccountant(releases=2, dp_sgd_steps=0)"
+
+
+@pytest.mark.parametrize("sampler", ["gibbs", "plainrejection", "custom", "Exact"])
+def test_samplers_that_are_not_exact_have_no_epsilon(sampler):
+    accountant = ExpMAccountant()
+    accountant.record(release(0.5, sampler=sampler))
+    assert not accountant.guaranteed
+    with pytest.raises(NoGuarantee, match=rf"sampler='{sampler}' is not known to draw exactly"):
+        accountant.get_epsilon()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [release(0.5, noise="given"), release(0.5, sampler="gibbs"), PURCHASE],
+    ids=["noise", "sampler", "purchase"],
+)
+def test_a_budget_takes_no_draw_that_epsilon_does_not_cover(event, tmp_path):
+    accountant = ExpMAccountant(budget=(5.0, DELTA), ledger_path=tmp_path / "ledger")
+    for refused in (accountant.record, accountant.check):
+        with pytest.raises(NoGuarantee):
+            refused(event)
+    assert len(accountant) == 0
+    ExpMAccountant(ledger_path=tmp_path / "other").record(event)
+    with pytest.warns(UserWarning, match="holds 1 charges already"):
+        accountant = ExpMAccountant(budget=(5.0, DELTA), ledger_path=tmp_path / "other")
+    with pytest.raises(NoGuarantee):
+        accountant.record(release(0.5))
+    with pytest.raises(NoGuarantee):
+        accountant.remaining()
+    assert len(accountant) == 1
+
+
+@pytest.mark.parametrize("noise", ["seeded", "", None, 0])
+def test_noise_of_any_other_kind_is_refused(noise):
+    with pytest.raises(ValueError, match="noise must be one of"):
+        release(0.5, noise=noise)
+    with pytest.raises(ValueError, match="noise must be one of"):
+        Purchase(0.1, "add_remove", "max_grad_norm", 0.8, 40, noise=noise)
 
 
 # --- One ledger for Opacus and ExpM ----------------------------------------------------------------------------------

@@ -87,9 +87,23 @@ def test_draws_follow_the_stated_law():
     assert stats.chisquare(observed, expectation).pvalue < 1e-6
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 1e-16])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 1e-16, 1.0])
 def test_every_uniform_number_gives_a_grid_point(uniform):
     assert private_quantile(grid_counts(np.ones(5)), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
+
+
+def test_points_of_any_probability_can_be_chosen():
+    """On both sides of the quantile, down to 2⁻⁹⁰: each has its part of the uniform numbers, next to zero."""
+    norms = np.random.default_rng(0).lognormal(sigma=3.0, size=200)
+    logs = _log_probabilities(norms, 0.5, 1.0, "add_remove")
+    rare = np.flatnonzero((logs > math.log(2.0**-90)) & (logs < math.log(2.0**-54)))
+    assert {bool(t < np.median(norms)) for t in GRID[rare]} == {True, False}
+    for point in rare:
+        others = np.exp(logs[logs < logs[point]]).sum()
+        chosen = private_quantile(
+            grid_counts(norms), 0.5, 1.0, "add_remove", Fixed(others + 0.5 * math.exp(logs[point]))
+        )
+        assert logs[np.flatnonzero(chosen == GRID)[0]] == logs[point]
 
 
 def test_norms_are_not_mistaken_for_counts():

@@ -5,7 +5,9 @@ import json
 import math
 import runpy
 import sys
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,6 +170,29 @@ def test_epsilon_tells_what_a_ledger_cost(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["epsilon"] == engine.get_epsilon(0.0)
     assert [e["release"]["epsilon"] for e in found["events"]] == [0.25, 0.5]
+    assert found["guaranteed"] is True
+
+
+def test_epsilon_says_what_is_not_guaranteed(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    engine = _ledger(path)
+    x = torch.ones(20, 3)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a private bound for epsilon")
+        engine.make_private_expm(
+            torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, criterion=torch.nn.MSELoss(), max_curvature=0.0,
+            noise_generator=np.random.default_rng(0),
+        )  # fmt: skip
+    assert cli.main(["epsilon", str(path)]) == 0
+    captured = capsys.readouterr()
+    out = captured.out.splitlines()
+    assert ["noise from a given generator" in line for line in out[:4]] == [False, False, True, True]
+    assert out[4] == f"total: epsilon = {engine.get_epsilon():.6g} at delta = 0 (bound: pure)"
+    assert out[5].startswith("NOT guaranteed: ")
+    assert captured.err == ""
+    assert cli.main(["epsilon", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["guaranteed"] is False
 
 
 def test_epsilon_tells_the_budget(tmp_path, capsys):

@@ -20,7 +20,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release, Statistics, engine, make_private_expm, tasks
+from opacus_expm import (
+    ExpMAccountant,
+    ExpMQuadEngine,
+    NoGuarantee,
+    NotGuaranteed,
+    Release,
+    Statistics,
+    engine,
+    make_private_expm,
+    tasks,
+)
+from opacus_expm.sampling import Exact
 
 FEATURES, HIDDEN, RECORDS = 3, 4, 40
 PARAMETERS = (FEATURES + 1) * HIDDEN + HIDDEN + 1
@@ -665,6 +676,94 @@ def test_an_explicit_generator_fixes_the_noise(make):
     assert used.get_epsilon() == 3.0
 
 
+class Mine:
+    """A sampler of the user's own."""
+
+    def sample(self, density, generator, draws=1):
+        return np.zeros((draws, density.dim))
+
+
+class FromExact(Exact):
+    """Whatever it draws, it is not the sampler that was proved exact."""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        ("exact", "exact"),
+        (Exact(), "exact"),
+        ("rejection", "plainrejection"),
+        (Mine(), "mine"),
+        (FromExact(), "fromexact"),
+        (type("Exact", (Mine,), {})(), "custom"),
+        (type("Secure", (Mine,), {})(), "custom"),
+        (type("EXACT", (FromExact,), {})(), "custom"),
+    ],
+)
+def test_only_the_exact_sampler_is_recorded_as_exact(sampler, name):
+    used = ExpMQuadEngine()
+    used.release(gathered(), 1.0, 0.5, regularization=1e6, sampler=sampler)
+    assert used.accountant.releases[0].sampler == name
+    if name == "exact":
+        assert used.get_epsilon() == 1.0
+    else:
+        with pytest.raises(NoGuarantee, match="is not known to draw exactly"):
+            used.get_epsilon()
+
+
+def test_a_given_generator_is_recorded_and_said():
+    used = ExpMQuadEngine()
+    options = {name: value for name, value in GOOD.items() if name != "max_grad_norm"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a private bound for epsilon")
+        used.make_private_expm(
+            make_model(), make_loader(), 1.0, 0.5, 5, noise_generator=np.random.default_rng(0), **options
+        )
+    assert [(type(e).__name__, e.noise) for e in used.accountant.releases] == [
+        ("Purchase", "given"),
+        ("Release", "given"),
+    ]
+    with pytest.warns(NotGuaranteed, match=r"^2 of 2 draws in this ledger took their noise from a given") as said:
+        used.get_epsilon()
+    assert said[0].filename == __file__
+    other = ExpMQuadEngine()
+    other.make_private_expm(make_model(), make_loader(), 1.0, 0.5, 5, **GOOD)
+    assert [e.noise for e in other.accountant.releases] == ["system"]
+
+
+def test_secure_mode_has_no_use_for_a_generator():
+    used = ExpMQuadEngine(secure_mode=True)
+    drawn = [
+        used.release(gathered(projection_seed=1), 1.0, 0.5, noise_generator=np.random.default_rng(0)) for _ in "12"
+    ]
+    assert [e.noise for e in used.accountant.releases] == ["system", "system"]
+    assert not same(*drawn)
+
+
+@pytest.mark.parametrize(
+    "uncovered", [{"noise_generator": np.random.default_rng(0)}, {"sampler": "gibbs"}, {"sampler": Mine()}], ids=str
+)
+def test_a_budget_refuses_what_epsilon_does_not_cover_before_any_data_is_touched(uncovered):
+    class Untouched(Dataset):
+        def __len__(self):
+            return RECORDS
+
+        def __getitem__(self, _):
+            raise AssertionError("the data was touched")
+
+    used, loader = ExpMQuadEngine(budget=(5.0, 0.0)), DataLoader(Untouched(), batch_size=8)
+    with pytest.raises(NoGuarantee):
+        used.make_private_expm(make_model(), loader, 1.0, 0.5, 5, **GOOD, **uncovered)
+    with pytest.raises(NoGuarantee):
+        used.release(gathered(), 1.0, 0.5, **uncovered)
+    if "noise_generator" in uncovered:
+        with pytest.raises(NoGuarantee, match="noise_generator cannot be used with a budget"):
+            used.gather(make_model(), loader, 5, criterion=GOOD["criterion"], epsilon=1.0, **uncovered)
+    assert len(used.accountant) == 0
+    used.release(gathered(), 1.0, 0.5)
+    assert used.remaining() == 4.0
+
+
 @pytest.mark.parametrize("make", [lambda: torch.Generator().manual_seed(5), lambda: np.random.default_rng(5)])
 def test_one_call_and_two_steps_draw_the_same(make):
     model, loader = make_model(torch.float64), make_loader(torch.float64)
@@ -855,6 +954,7 @@ def test_replacing_needs_twice_the_budget():
 
 
 PUBLIC_FIELDS = {
+    "noise",
     "epsilon_range",
     "mu",
     "adjacency",
@@ -892,7 +992,7 @@ def test_a_release_record_holds_public_facts_only():
     assert (found.epsilon, found.delta, found.radius, found.regularization) == (1.0, 1e-6, 0.5, 2.0)
     assert (found.nominal_size, found.max_grad_norm, found.max_curvature) == (RECORDS, 1.0, 1.0)
     assert (found.projection, found.proj_dim, found.seed) == ("stiefel", 5, 9)
-    assert (found.sampler, found.failure_probability) == ("exact", 0.0)
+    assert (found.sampler, found.failure_probability, found.noise) == ("exact", 0.0, "system")
     assert (found.bounds, found.clipping, found.round, found.rounds) == ("given", "separate", 1, 1)
 
 

@@ -37,6 +37,7 @@ RECORDS, FEATURES, CLASSES = 24, 4, 3
 PACKAGE = str(Path(opacus_expm.__file__).parent)
 GIVEN = {"max_grad_norm": 0.5, "max_curvature": 0.3}
 MODES = ("hooks", "functorch")
+pytestmark = pytest.mark.usefixtures("seeded_noise")
 
 
 def make_model():
@@ -130,9 +131,8 @@ def one_call(engine, model, **options):
 
 def in_two_steps(engine, model, **options):
     """A pass, and a draw from what it left."""
-    noise = options["noise_generator"]
     statistics = engine.gather(model, make_loader(), 5, epsilon=1.0, **options)
-    return engine.release(statistics, 1.0, 0.3, noise_generator=noise)
+    return engine.release(statistics, 1.0, 0.3)
 
 
 def training_loop(engine, model, **options):
@@ -162,8 +162,7 @@ def loop_in_place(engine, model, **options):
 
 
 def options_of(**more):
-    fixed = {"criterion": nn.CrossEntropyLoss(), "projection_seed": 3, "noise_generator": np.random.default_rng(5)}
-    return fixed | more
+    return {"criterion": nn.CrossEntropyLoss(), "projection_seed": 3} | more
 
 
 # What is run, and with what; "bought" bounds are charged like draws.

@@ -209,6 +209,7 @@ FACTS = {
     "clipping": "separate",
     "round": 1,
     "rounds": 1,
+    "noise": "system",
 }
 PURCHASE = {
     "epsilon_range": 0.05,

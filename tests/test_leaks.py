@@ -27,7 +27,7 @@ from opacus_expm import ExpMQuadEngine, compare, make_private_expm, suggest
 from opacus_expm._private import PrivateValues
 from opacus_expm.experiments.results import Comparison
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.sampling import Exact, _Tilted
+from opacus_expm.sampling import Exact, _Conditional, _Tilted
 from opacus_expm.suggestion import Candidate
 from opacus_expm.sums import ClippedAdder
 
@@ -35,6 +35,7 @@ RECORDS, NOMINAL, FEATURES, CLASSES, DIM = 1237, 1000, 4, 3, 4
 LOSS = nn.CrossEntropyLoss()
 GIVEN = {"max_grad_norm": 0.5, "max_curvature": 0.25}
 COARSE, FINE = 4, 7  # digits from which a number of a sum, and of a single record, is recognised
+pytestmark = pytest.mark.usefixtures("seeded_noise")
 
 
 def make_model():
@@ -117,6 +118,7 @@ class Secrets:
         after(opacus_expm.engine, "private_quantile", scores)
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
+        after(_Conditional, "accepted", acceptance)
 
     def in_text(self, text):
         """Tokens that are a private number, rounded or cut off."""
@@ -222,7 +224,7 @@ class Wiretap(logging.Handler):
 
 
 def options_of(seed=3, **more):
-    fixed = {"criterion": LOSS, "nominal_size": NOMINAL, "progress": True, "noise_generator": np.random.default_rng(7)}
+    fixed = {"criterion": LOSS, "nominal_size": NOMINAL, "progress": True}
     return fixed | {"projection_seed": seed} | more
 
 
@@ -235,9 +237,12 @@ def passes_and_draws(tap, directory):
         tap.returned(statistics.sums)
         tap.returned(statistics.sums.sensitivity("add_remove"))
     tap.returned(statistics.density(1.0, 0.1, 0.0))
-    tap.returned(engine.release(statistics, 0.5, 0.1, noise_generator=np.random.default_rng(8)))
-    noise = np.random.default_rng(9)
-    tap.returned(engine.release(statistics, 0.5, 0.1, delta=1e-6, calibration="gaussian", noise_generator=noise))
+    tap.returned(engine.release(statistics, 0.5, 0.1))
+    tap.returned(engine.release(statistics, 0.5, 0.1, delta=1e-6, calibration="gaussian"))
+    with tap.refused(ValueError):
+        engine.release(statistics, 0.5, 0.1, noise_generator=np.random.default_rng(8))
+    with tap.refused(ValueError):
+        engine.release(statistics, 0.5, 0.1, sampler="rejection")
     engine.simulate(statistics, 0.5, 0.1, lambda module: 0.0, draws=3)
     tap.returned(engine.make_private_expm(model, loader, 1.0, 0.1, DIM, rounds=2, **options_of(**GIVEN)))
     tap.returned(make_private_expm(model, loader, 1.0, 0.1, DIM, clipping="joint", **options_of(max_grad_norm=0.5)))

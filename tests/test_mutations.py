@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
@@ -39,13 +39,21 @@ from opacus_expm import (
     ledger,
     private_file,
     sampling,
+    secure,
     statistics,
     sums,
     swap,
 )
 from opacus_expm import records as named
 from opacus_expm._tables import markdown
-from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, Purchase, Release
+from opacus_expm.accountant import (
+    BudgetExceeded,
+    ExpMAccountant,
+    NoGuarantee,
+    NotGuaranteed,
+    Purchase,
+    Release,
+)
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.density import BallGaussian
@@ -174,6 +182,56 @@ def law_of_the_draws():
         assert stats.kstest(draws, lambda x, g=grid[:, 0], c=cdf: np.interp(x, g, c)).pvalue > 1e-3
 
 
+def law_of_draws_on_a_stiff_edge():
+    """The distance to the edge of draws that are pulled along it, against quadrature."""
+    w, b = np.array([0.0, 1e5]), np.array([200.0, 9.9e4])
+    stiff = np.linspace(0.9, 1.0, 2001)[:, None]
+    distance = np.linspace(0.0, 0.2, 2001)
+    soft = np.sqrt(1 - stiff**2) - distance
+    mass = np.exp(b[0] * soft - 0.5 * w[1] * (stiff - b[1] / w[1]) ** 2) * (np.abs(soft) <= np.sqrt(1 - stiff**2))
+    cdf = integrate.cumulative_trapezoid(mass.sum(0), distance, initial=0.0)
+    draws = engine.SAMPLERS["exact"].sample(BallGaussian(w, b, 1.0), np.random.default_rng(0), 20_000)
+    found = np.sqrt(1 - draws[:, 1] ** 2) - draws[:, 0]
+    assert stats.kstest(found, lambda x: np.interp(x, distance, cdf / cdf[-1])).pvalue > 1e-3
+
+
+def draws_end_soon():
+    """Fifty draws from a density that is singular and stiff, of which most proposals should serve."""
+    made = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (sampling._Tilted, sampling._Conditional):
+
+            def counting(self, generator, rows, original=kind.accepted):
+                nonlocal made
+                made += rows
+                assert made <= 1000, "the draw does not end"
+                return original(self, generator, rows)
+
+            patch.setattr(kind, "accepted", counting)
+        density = BallGaussian(np.array([0.0, 1e8]), np.array([6000.0, 2.8e7]), 1.0)
+        engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 50)
+
+
+def secure_normals_leave_no_gaps():
+    """Eight standard deviations out normals still differ where U does by a share of 2⁻³⁴, and by less than the grid."""
+    low = np.arange(64, dtype=np.uint64) << np.uint64(44)
+    found = secure.normals(np.stack([np.full_like(low, 2**14), low], axis=1))
+    steps = np.diff(np.sort(found))
+    assert np.all(steps > 0)
+    assert np.all(steps < secure.GRID)
+
+
+def secure_draws_succeed_for_any_number_of_records():
+    """Far more records than the nominal size, with one pull: a draw that finds nothing, and is 0, is not covered."""
+    model, loader = _line([1.0] * 20_000, [10.0] * 20_000)
+    loader = DataLoader(loader.dataset, batch_size=5000)
+    bounds = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    private = ExpMQuadEngine(secure_mode=True)
+    gathered = private.gather(model, loader, None, nominal_size=1, **bounds)
+    drawn = [private.release(gathered, 10.0, 1.0, regularization=0.0).weight.item() for _ in range(40)]
+    assert all(drawn), "no proposal was accepted"
+
+
 def releases_stay_in_the_ball():
     model, loader = _line([1.0], [0.0])
     for _ in range(40):
@@ -202,7 +260,30 @@ def charged_before_the_draw():
     private = ExpMQuadEngine()
     with contextlib.suppress(Crash):
         private.make_private_expm(model, loader, sampler=SimpleNamespace(sample=sample), **LINE)
-    assert private.get_epsilon(0.0) == 1.0, "a draw that crashed was free"
+    assert [event.epsilon_range for event in private.accountant.releases] == [1.0], "a draw that crashed was free"
+
+
+def uncovered_draws_are_said():
+    """A seed that may be known, and a sampler that may draw anything."""
+
+    class Anything:
+        def sample(self, density, generator, draws=1):
+            return np.zeros((draws, density.dim))
+
+    model, loader = _line([1.0], [0.0])
+    seeded, free = ExpMQuadEngine(), ExpMQuadEngine()
+    seeded.make_private_expm(model, loader, noise_generator=np.random.default_rng(0), **LINE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seeded.get_epsilon(0.0)
+    assert [w.category for w in said] == [NotGuaranteed], "seeded noise is stated like any other"
+    free.make_private_expm(model, loader, sampler=Anything(), **LINE)
+    refused = False
+    try:
+        free.get_epsilon(0.0)
+    except NoGuarantee:
+        refused = True
+    assert refused, "an epsilon for a sampler that may draw anything"
 
 
 def rounds_cost_what_was_asked():
@@ -667,6 +748,23 @@ def _no_truncation(patch):
     patch.setattr(sampling._Tilted, "accepted", accepted)
 
 
+def _second_tilt_forgotten(patch):
+    of = sampling._Conditional.of
+    patch.setattr(sampling._Conditional, "of", lambda density: dataclasses.replace(of(density), extra_tilt=0.0))
+
+
+def _no_second_tilt(patch):
+    patch.setattr(sampling, "_extra_tilt", lambda *_: 0.0)
+
+
+def _uniforms_of_53_bits(patch):
+    patch.setattr(secure, "uniforms", lambda words, bits=64: ((words[:, 0] >> np.uint64(11)) + 0.5) * 2.0**-53)
+
+
+def _any_reach(patch):
+    patch.setattr(engine, "within_reach", lambda density, bound: density)
+
+
 def _likelier_of_two(patch):
     original = sampling.Exact.sample
 
@@ -760,6 +858,14 @@ def _charge_after_the_draw(patch):
         return module
 
     patch.setattr(ExpMQuadEngine, "_draw", late)
+
+
+def _noise_not_recorded(patch):
+    patch.setattr(ExpMQuadEngine, "_noise", lambda *_: "system")
+
+
+def _sampler_not_recorded(patch):
+    patch.setattr(ExpMQuadEngine, "_sampler_name", lambda *_: "exact")
 
 
 def _half_a_charge(patch):
@@ -944,6 +1050,10 @@ DEFECTS = (
     Defect("Lipschitz constant without R·C_H", _no_curvature_in_lipschitz, audit_of_the_gaussian_claim),
     Defect("sampler accepts without the tilt", _no_tilt_in_acceptance, law_of_the_draws),
     Defect("no truncation to the ball", _no_truncation, releases_stay_in_the_ball),
+    Defect("a second tilt that is not taken back", _second_tilt_forgotten, law_of_draws_on_a_stiff_edge),
+    Defect("a proposal that accepts hardly anything", _no_second_tilt, draws_end_soon),
+    Defect("secure normals from uniforms of 53 bits", _uniforms_of_53_bits, secure_normals_leave_no_gaps),
+    Defect("secure work for N records with n of them", _any_reach, secure_draws_succeed_for_any_number_of_records),
     Defect("the likelier of two draws is released", _likelier_of_two, law_of_the_draws),
     Defect("a batch counted twice", _last_batch_twice, audit_of_a_record_against_the_others),
     Defect("copies that fill up a batch are counted", _fill_is_counted, audit_of_a_record_against_the_others),
@@ -957,6 +1067,8 @@ DEFECTS = (
     Defect("a loop's records drawn by its seed", _seeded_loop, a_seed_does_not_tell_what_is_drawn_in_a_loop),
     Defect("one draw for the views of a batch", _shared_draws, records_do_not_share_what_is_drawn),
     Defect("charged after the draw", _charge_after_the_draw, charged_before_the_draw),
+    Defect("seeded noise recorded as the system's", _noise_not_recorded, uncovered_draws_are_said),
+    Defect("any sampler recorded as exact", _sampler_not_recorded, uncovered_draws_are_said),
     Defect("ledger charged with half the range", _half_a_charge, audit_of_the_extremal_pair),
     Defect("every round has the whole budget", _full_budget_every_round, rounds_cost_what_was_asked),
     Defect("bounds from private data, not charged", _free_purchases, bought_bounds_are_in_the_ledger),

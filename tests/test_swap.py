@@ -86,7 +86,7 @@ def make_loop(engine=None, model=None, loader=None, optimizer=None, **changes):
         "radius": 0.3,
         "proj_dim": 4,
         "projection_seed": 5,
-        "noise_generator": np.random.default_rng(0),
+        "noise_generator": None if engine.accountant.budget else np.random.default_rng(0),
     }
     return Loop(engine, *engine.make_private_with_epsilon(**(options | changes)))
 
