@@ -17,11 +17,11 @@ be tried; a warning says so, and it is shown one record at a time like all other
 | collate function | verdict |
 |---|---|
 | ``default_collate``; a stack; Hugging Face's collators with ``padding="max_length"`` | accepted |
-| augments each record, with torch's, numpy's or Python's global generators | accepted |
+| augments each record, with generators that ``randomness`` finds | accepted |
 | pads to the longest record of the batch | refused: a public length is needed |
 | standardises by the batch, mixes records, infers the number of classes from the batch | refused |
 | drops or repeats records, gives several rows for one | refused |
-| keeps a running mean, or draws from a generator of its own | refused: something is carried from record to record |
+| keeps a running mean, or draws from a generator that is not found | refused: something is carried from record to record |
 
 **What remains.** Types and shapes of records are taken to be public. Records of one batch must agree in them: where they do
 not, the pass ends with an error, which holds no number but tells that they differ. What a function carries from record to
@@ -35,7 +35,6 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -45,6 +44,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from opacus_expm.model import ran_out_of_memory
+from opacus_expm.randomness import Generators
 
 Collate = Callable[[list[Any]], Any]
 
@@ -63,8 +63,8 @@ _VALUES = (
 _ROWS = "does not give one row for each record: every record must count exactly once; drop or repeat none"
 _FAILS = "fails on a record alone: it must make one row of every record, whatever is beside it, and leave none out"
 _STATE = (
-    "gives a record other values when it comes again, as a running mean or a random generator of its own does: {worth}; use "
-    "torch's, numpy's or Python's global generators, and public constants"
+    "gives a record other values when it comes again, as a running mean or a hidden stream of numbers does: {worth}; use "
+    "torch's, numpy's or Python's generators, and public constants"
 )
 
 
@@ -244,7 +244,12 @@ def try_on_made_up_records(collate: Collate, like: Any, name: str, *, several: b
         ValueError: with the reason and the way out.
     """
     tried = False
-    with _seeded() as reseed, warnings.catch_warnings():
+    generators = Generators.of(collate)  # its own among them: in a pass they are fresh
+
+    def reseed(seed: int) -> None:
+        generators.reseed(random.Random(seed).randbytes)
+
+    with generators.refreshed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about made-up records
         for trial in (*_TRIALS, *_with_longer_ones(like)):
             try:
@@ -419,21 +424,3 @@ def _numbers(shape: list[int], dtype: torch.dtype, values: str, generator: torch
     else:
         drawn = torch.randn(few, generator=generator) * (1e6 if values == "huge" else 1)
     return drawn.to(dtype).repeat(-(-count // max(few, 1)))[:count].reshape(shape)
-
-
-@contextmanager
-def _seeded() -> Iterator[Callable[[int], None]]:
-    """Global generators that can be seeded inside; afterwards they are where they were."""
-
-    def reseed(seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield reseed
-    finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)

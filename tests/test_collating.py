@@ -113,6 +113,11 @@ def own_generator():
     return columns(lambda x, y: (x + torch.randn(x.shape, generator=generator), y))
 
 
+def own_stream():
+    numbers = iter(torch.randn(1000, generator=torch.Generator().manual_seed(0)).tolist())
+    return columns(lambda x, y: (x + next(numbers), y))
+
+
 def tokenized(tokenizer, padding):
     def collate(records):
         batch = tokenizer(
@@ -143,6 +148,7 @@ GOOD = {
     "noise, torch": (lambda _: columns(lambda x, y: (x + torch.randn_like(x), y)), IMAGE),
     "noise, numpy": (lambda _: columns(lambda x, y: (x + np.random.normal(), y)), IMAGE),
     "noise, Python": (lambda _: columns(lambda x, y: (x + random.random(), y)), IMAGE),
+    "noise, a generator of its own": (lambda _: own_generator(), IMAGE),
     "padded to a public length": (lambda _: padded_to(400), SEQUENCE),
     "sorted by length": (lambda _: lambda r: padded_to(400)(sorted(r, key=lambda p: -len(p[0]))), SEQUENCE),
     "takes records apart": (lambda _: popped, {"x": 1.0, "y": 0}),
@@ -206,7 +212,7 @@ BAD = {
     "a list of tensors": (lambda _: lambda r: ([x for x, _ in r], torch.tensor([y for _, y in r])), IMAGE, COUNTS),
     "all but the first": (lambda _: lambda r: default_collate(r[1:]), IMAGE, "fails on a record alone"),
     "running mean": (lambda _: running_mean(), IMAGE, CARRIES),
-    "a generator of its own": (lambda _: own_generator(), IMAGE, CARRIES),
+    "its own stream of numbers": (lambda _: own_stream(), IMAGE, CARRIES),
     "Hugging Face, longest": (lambda tokenizer: DataCollatorWithPadding(tokenizer), TOKENS, PADS),
     "Hugging Face, longest, a multiple of 64": (
         lambda tokenizer: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=64),
@@ -252,7 +258,7 @@ def test_in_batches_of_one_something_may_still_be_carried_on(name):
 REMEDIES = {
     "padded to the longest": "pad every record to one public length (padding='max_length'",
     "standardised by the batch": "in the data set, with public constants",
-    "running mean": "use torch's, numpy's or Python's global generators, and public constants",
+    "running mean": "use torch's, numpy's or Python's generators, and public constants",
     "the first three": "drop or repeat none",
 }
 
