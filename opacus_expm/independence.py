@@ -250,11 +250,20 @@ class _Trial:
             for i in range(_RECORDS):
                 _compare(moved, _RECORDS - 1 - i, self._beside, i, rounding=1 / 2, how="in another place of the batch")
             for kind in self._probes.kinds:
-                neighbours = [self._probes.record(kind, 100 + j) for j in range(_CROWD - _RECORDS)]
-                crowd = self._rows(together([*self._base, *neighbours]))
-                for i in range(_RECORDS):
-                    _compare(crowd, i, self._beside, i, rounding=1 / 2, how="in a larger batch")
+                self._judge_crowd(kind)
         return len(self._alone[0])
+
+    def _judge_crowd(self, kind: str) -> None:
+        """Raise where a record comes out differently in a larger batch; where that does not fit, batches are smaller."""
+        neighbours = [self._probes.record(kind, 100 + j) for j in range(_CROWD - _RECORDS)]
+        try:
+            crowd = self._rows(together([*self._base, *neighbours]))
+        except (MemoryError, RuntimeError) as error:
+            if ran_out_of_memory(error):
+                return
+            raise
+        for i in range(_RECORDS):
+            _compare(crowd, i, self._beside, i, rounding=1 / 2, how="in a larger batch")
 
     def judge_beside(self, *kinds: str) -> None:
         """Raise where a record comes out differently beside other neighbours, in the same place of a batch of one size."""
