@@ -84,6 +84,19 @@ class Counted(Wrapped):
         return -x if int((x > 3e6).sum()) else x
 
 
+class EarlyExit(Wrapped):
+    """A layer that is called for some batches only."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.more = nn.Linear(FEATURES, FEATURES)
+
+    def first(self, x):
+        return self.more(x) if x.max() > 1.5 else x
+
+
 class BehindTorch(Wrapped):
     """Reads values without torch's dispatcher."""
 
@@ -93,7 +106,7 @@ class BehindTorch(Wrapped):
 
 THROUGH_THE_BATCH = [
     (Rescaled, 100.0), (Cautious, np.nan), (Shifted, -7.0), (Scanned, 50.0), (SlightlyCentred, 1e6), (Rarely, 3.14159),
-    (Counted, 4e6), (BehindTorch, 3.14159),
+    (Counted, 4e6), (BehindTorch, 3.14159), (EarlyExit, 100.0),
 ]  # fmt: skip
 
 
@@ -212,7 +225,7 @@ def test_without_putting_back_the_record_moves_more(model, value, monkeypatch):
 
 @pytest.mark.parametrize("model", [model for model, _ in THROUGH_THE_BATCH] + [GradientsMixed])
 def test_a_dependent_model_runs_record_by_record_and_says_so(model):
-    reason = "depend on the other records|branches on values|reads values"
+    reason = "depend on the other records|branches on values|reads values|depends on the values"
     with pytest.warns(UserWarning, match=f"using grad_sample_mode='functorch', because .*({reason})"):
         sums(model(), records())
     with pytest.raises(ValueError, match=f"grad_sample_mode='hooks' cannot serve this model: .*({reason})"):
