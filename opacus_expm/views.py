@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from opacus_expm.independence import DependentRecords, check_mixing, may_branch
+from opacus_expm.independence import DependentRecords, check_mixing, may_branch, together
 from opacus_expm.model import take
 from opacus_expm.randomness import Generators
 from opacus_expm.sums import RowSource
@@ -68,15 +68,14 @@ def with_views(views: Views, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]
 def with_own_views(views: Views, generators: Generators, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
     """``with_views``, for each record by itself where numbers are drawn: records must not share what is drawn for one."""
     before = generators.states()
-    together = with_views(views, inputs, targets)
+    whole, repeated = with_views(views, inputs, targets)
     if not generators.drawn_since(before):
-        return together
+        return whole, repeated
     alone = [with_views(views, take(inputs, slice(i, i + 1)), targets[i : i + 1])[0] for i in range(len(targets))]
     shapes = {tuple(leaf.shape for leaf in pytree.tree_leaves(view) if isinstance(leaf, Tensor)) for view in alone}
     if len(shapes) > 1:
         raise ValueError("views must give tensors of one shape for every record, got several; resize them to one")
-    joined = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *alone)
-    return joined, together[1]
+    return together(alone), repeated
 
 
 def check_each_alone(views: Views, example: Any) -> None:
