@@ -37,12 +37,12 @@ from benchmarks import timing
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks
 from opacus_expm._tables import markdown
 from opacus_expm.baselines import non_private
-from opacus_expm.calibration import calibrate
 from opacus_expm.experiments.compare import compare
 from opacus_expm.experiments.journal import Facts, Journal, write_result
 from opacus_expm.experiments.methods import DP_SGD_GRID
+from opacus_expm.gathering.views import pixel_shifts
+from opacus_expm.mechanism.calibration import calibrate
 from opacus_expm.suggestion import shifted_records, suggest
-from opacus_expm.views import pixel_shifts
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5

@@ -92,7 +92,7 @@ def naive_pass(model, dataset, k: int) -> None:
     from torch.func import functional_call, jacrev, vmap
     from torch.utils.data import DataLoader
 
-    from opacus_expm.projection import Stiefel
+    from opacus_expm.subspaces.projection import Stiefel
 
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     size = sum(p.numel() for p in parameters.values())
@@ -117,7 +117,7 @@ def curvlinops_pass(model, dataset, k: int) -> None:
     import torch
     from torch.utils.data import DataLoader
 
-    from opacus_expm.projection import Stiefel
+    from opacus_expm.subspaces.projection import Stiefel
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)

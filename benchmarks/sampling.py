@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import timing
-from opacus_expm import ExpMQuadEngine, sampling, tasks
-from opacus_expm.density import BallGaussian
+from opacus_expm import ExpMQuadEngine, tasks
+from opacus_expm.mechanism import sampling
+from opacus_expm.mechanism.density import BallGaussian
 
 REGIMES = ("inside", "flat", "moderate", "sharp")
 DRAWS = 500

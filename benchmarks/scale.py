@@ -62,7 +62,7 @@ def shared(rank: int, count: int, records: int, *, directory: str) -> dict:
     from torch.utils.data import DataLoader, TensorDataset
 
     from opacus_expm import tasks
-    from opacus_expm.ranks import Ranks
+    from opacus_expm.gathering.ranks import Ranks
 
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
@@ -146,7 +146,7 @@ def dimensions(dim: int) -> dict:
     """A pass with exact curvature, the eigendecomposition and one draw."""
     import numpy as np
 
-    from opacus_expm.sampling import Exact
+    from opacus_expm.mechanism.sampling import Exact
 
     model, loader = perceptron(DIM_PARAMETERS, DIM_RECORDS)
     empty = peak_mb()
@@ -164,7 +164,7 @@ def update_seconds(dim: int) -> float:
     """Of one row in the symmetric update of S."""
     import torch
 
-    from opacus_expm.symmetric import SymmetricSum
+    from opacus_expm.gathering.symmetric import SymmetricSum
 
     total, rows = SymmetricSum(dim, torch.device("cpu")), torch.randn(288, dim, dtype=torch.float64)
     total.add(rows)

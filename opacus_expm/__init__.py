@@ -6,10 +6,17 @@ What belongs to experiments (``compare``, ``Comparison``, ``datasets`` and ``tas
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accountant import BudgetExceeded, ExpMAccountant, NoGuarantee, NotGuaranteed, Purchase, Release
+from opacus_expm.accounting.accountant import (
+    BudgetExceeded,
+    ExpMAccountant,
+    NoGuarantee,
+    NotGuaranteed,
+    Purchase,
+    Release,
+)
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
-from opacus_expm.ranks import RankFailed
-from opacus_expm.statistics import Statistics
+from opacus_expm.gathering.ranks import RankFailed
+from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.suggestion import Candidate, Suggestion, suggest
 
 if TYPE_CHECKING:

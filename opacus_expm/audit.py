@@ -39,20 +39,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import _check, data
+from opacus_expm import _check
 from opacus_expm._tables import markdown
+from opacus_expm.accounting.composition import total_epsilon
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.bounds import Bounds, checked_bounds
-from opacus_expm.calibration import calibrate
-from opacus_expm.composition import total_epsilon
-from opacus_expm.density import Array, BallGaussian
 from opacus_expm.engine import ExpMQuadEngine
-from opacus_expm.model import call, check_module, compute_dtype, outputs_of, tensor_digest, working_copy
-from opacus_expm.privacy_loss import QUADRATURE_DIM, PrivacyLoss, Quadrature, Sampled
-from opacus_expm.randomness import Generators
-from opacus_expm.sampling import Exact
-from opacus_expm.sums import ADJACENCIES, Sensitivity
-from opacus_expm.views import Views
+from opacus_expm.gathering import loaders
+from opacus_expm.gathering.clipping import ADJACENCIES, Sensitivity
+from opacus_expm.gathering.model import call, check_module, compute_dtype, outputs_of, tensor_digest, working_copy
+from opacus_expm.gathering.randomness import Generators
+from opacus_expm.gathering.views import Views
+from opacus_expm.mechanism.calibration import calibrate
+from opacus_expm.mechanism.density import Array, BallGaussian
+from opacus_expm.mechanism.privacy_loss import QUADRATURE_DIM, PrivacyLoss, Quadrature, Sampled
+from opacus_expm.mechanism.sampling import Exact
 
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]
@@ -173,7 +174,7 @@ def audit_pair(
     ``max_curvature=0``. Secure mode draws from the same density; its own failures are in the ledger, not here.
 
     Where records are random themselves (augmentation, views, dropout in a functional call), the claim is about any fixed
-    randomness of the records that both data sets have (``opacus_expm.randomness``). That is what is compared then, one
+    randomness of the records that both data sets have (``gathering.randomness``). That is what is compared then, one
     record at a time, for one draw of this randomness; generators that the model holds as attributes cannot be fixed.
 
     **Privacy:** the report is NOT private, and says so in a warning.
@@ -237,12 +238,12 @@ def _observed(model: nn.Module, loader: DataLoader[Any], arguments: Arguments) -
 
 def _is_random(model: nn.Module, loader: DataLoader[Any], views: Views | None) -> bool:
     """Whether records that are read and run twice come out differently: inputs, outputs, or a gradient."""
-    module, part = working_copy(check_module(model)), data.part_of(loader)
+    module, part = working_copy(check_module(model)), loaders.part_of(loader)
     device, dtype = next(module.parameters()).device, compute_dtype(module)
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def seen() -> Iterator[str]:
-        for inputs, targets in data.batches(
+        for inputs, targets in loaders.batches(
             part, device=device, dtype=dtype, max_physical_batch_size=None, progress=False
         ):
             for view in [inputs] if views is None else views(inputs):
@@ -272,7 +273,7 @@ class _OwnStreams(Dataset[Any]):
 
     def __init__(self, loader: DataLoader[Any], holders: Sequence[object], key: str):
         self._loader, self._generators, self._key = loader, Generators.of(loader, *holders), key
-        self.order = list(data.visited(loader) or ())
+        self.order = list(loaders.visited(loader) or ())
 
     def __len__(self) -> int:
         return len(self.order)
@@ -324,8 +325,8 @@ def _settled(loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arg
         if name in arguments:
             raise ValueError(f"arguments must not hold {name!r}: an audit chooses it; leave it out")
     settled = {"adjacency": "add_remove", "projection_seed": 0, "progress": False, **arguments}
-    size = data.dataset_size(data.check_loader(loader))
-    other_size = data.dataset_size(data.check_loader(neighbour, "neighbour"))
+    size = loaders.dataset_size(loaders.check_loader(loader))
+    other_size = loaders.dataset_size(loaders.check_loader(neighbour, "neighbour"))
     if size is None or other_size is None:
         raise ValueError("loader and neighbour must have data sets of known size: iterable ones cannot be compared")
     if abs(size - other_size) != (0 if settled["adjacency"] == "replace_one" else 1):
@@ -678,7 +679,7 @@ def black_box(
     _check.positive_int("draws_per_pass", draws_per_pass)
     settled = {"progress": False, "adjacency": "add_remove", "delta": 0.0, **arguments}
     if settled.get("nominal_size") is None:
-        settled["nominal_size"] = data.dataset_size(data.check_loader(loader))
+        settled["nominal_size"] = loaders.dataset_size(loaders.check_loader(loader))
     if draws_per_pass > 1:
         fixed = settled.get("proj_dim") is None or settled.get("projection_seed") is not None
         if not fixed or None in _bounds(settled).values() or settled.get("rounds", 1) != 1:

@@ -20,9 +20,10 @@ from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from opacus_expm import _check, curves
-from opacus_expm.data import rows_loader
-from opacus_expm.model import check_module
+from opacus_expm import _check
+from opacus_expm.gathering.loaders import rows_loader
+from opacus_expm.gathering.model import check_module
+from opacus_expm.mechanism import curves
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end
 

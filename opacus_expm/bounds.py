@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from opacus_expm import _check
-from opacus_expm.density import Array
-from opacus_expm.sums import CLIPPINGS
+from opacus_expm.gathering.clipping import CLIPPINGS
+from opacus_expm.mechanism.density import Array
 
 Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accountant import ExpMAccountant, NotGuaranteed
-from opacus_expm.ledger import LedgerFile
+from opacus_expm.accounting.accountant import ExpMAccountant, NotGuaranteed
+from opacus_expm.accounting.ledger import LedgerFile
 
 if TYPE_CHECKING:
     from opacus_expm.experiments.results import Comparison

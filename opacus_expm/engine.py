@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _files, data, swap
-from opacus_expm.accountant import ExpMAccountant, NotCopied, Purchase, Release
+from opacus_expm import _check, _files, swap
+from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied, Purchase, Release
+from opacus_expm.accounting.admission import Admission, PlannedEvent
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -39,7 +40,14 @@ from opacus_expm.bounds import (
     quantile_epsilon,
     warn_if_unreliable,
 )
-from opacus_expm.calibration import (
+from opacus_expm.gathering import loaders
+from opacus_expm.gathering.clipping import ADJACENCIES
+from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.model import Layout, check_module, check_resolution, digest, tensor_digest
+from opacus_expm.gathering.ranks import Ranks, described
+from opacus_expm.gathering.statistics import Remembered, Statistics, Workbench, nominal_size_of
+from opacus_expm.gathering.views import Views, check_views
+from opacus_expm.mechanism.calibration import (
     Allowance,
     Calibration,
     allowances,
@@ -48,17 +56,10 @@ from opacus_expm.calibration import (
     cost_whatever_the_bounds,
     default_regularization,
 )
-from opacus_expm.model import Layout, check_module, check_resolution, digest, tensor_digest
-from opacus_expm.plans import Admission, PlannedEvent
-from opacus_expm.private_file import PassFile
-from opacus_expm.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
-from opacus_expm.ranks import Ranks, described
-from opacus_expm.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
-from opacus_expm.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
-from opacus_expm.shrinkage import public_variance, shrunk
-from opacus_expm.statistics import Remembered, Statistics, Workbench, nominal_size_of
-from opacus_expm.sums import ADJACENCIES
-from opacus_expm.views import Views, check_views
+from opacus_expm.mechanism.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
+from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
+from opacus_expm.subspaces.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
+from opacus_expm.subspaces.shrinkage import public_variance, shrunk
 
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 _WIDE_BYTES = 2**28  # of full-space rows at a time
@@ -74,14 +75,14 @@ class ExpMQuadEngine(NotCopied):
         accountant: a ledger to go on with (for example that of an Opacus ``PrivacyEngine(accountant="expm")`` that
             trained on the same data); a new one by default.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
-            (see ``opacus_expm.secure``).
+            (see ``opacus_expm.mechanism.secure``).
         budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
             the ledger: declare it when the ledger begins, and leave it out to go on with one.
         ledger_path: append-only file in which every charge is on disk before its draw.
         distributed: share the work among the ranks of ``torch.distributed``. None does so where a process group of several
             ranks is initialised, as under ``torchrun``: every rank then makes the same calls with a loader over the whole
             data set, visits its own part of it, and gets the same model; one of them charges and draws (see
-            ``opacus_expm.ranks``). False works in this process alone; True insists on a process group.
+            ``opacus_expm.gathering.ranks``). False works in this process alone; True insists on a process group.
 
     Examples:
         >>> import torch
@@ -159,7 +160,7 @@ class ExpMQuadEngine(NotCopied):
 
         Args:
             model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
-            loader: private data as (input, target) batches, every record once (see ``opacus_expm.data``).
+            loader: private data as (input, target) batches, every record once (see ``opacus_expm.gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
                 read off the private data.
@@ -180,32 +181,32 @@ class ExpMQuadEngine(NotCopied):
             regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
                 (see ``calibration.default_regularization``).
             denoise: take the known part of the noise out of every draw, group by group of parameters: post-processing, at no
-                cost in privacy (see ``opacus_expm.shrinkage``). Needs ``max_curvature=0``.
+                cost in privacy (see ``opacus_expm.subspaces.shrinkage``). Needs ``max_curvature=0``.
             adjacency: ``"add_remove"`` (as Opacus's accountants) or ``"replace_one"``.
-            calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.calibration``).
+            calibration: ``"auto"``, ``"range"``, ``"gaussian"`` or ``"paper"`` (see ``opacus_expm.mechanism.calibration``).
             sampler: ``"exact"``; or the source paper's ``"gibbs"`` and ``"rejection"``, or a configured sampler of
-                ``opacus_expm.sampling``, which ε does not fully cover and which warn or may give up. After a release with
+                ``mechanism.sampling``, which ε does not fully cover and which warn or may give up. After a release with
                 anything but ``"exact"``, ``get_epsilon`` refuses to state a guarantee; a budget refuses the release.
             projection: ``"stiefel"`` or ``"sparse"``, random; ``"public"``, the leading eigenvectors of the curvature on
                 ``public_loader``; ``"preconditioned"``, where that curvature gives the metric of the ball.
             projection_seed: public seed of the subspace (round t adds t); drawn afresh by default, and recorded.
             public_rank: eigenpairs of the public curvature for ``"preconditioned"``.
-            damping: h₀ of ``"preconditioned"`` (see ``opacus_expm.projection``).
+            damping: h₀ of ``"preconditioned"`` (see ``opacus_expm.subspaces.projection``).
             public_temperature: τ ≥ 1, by which outputs are divided where public curvature is computed. A model is surer of
                 public records than it will be of private ones, so that their curvature is too small; ``math.inf`` measures
                 how the outputs move, whatever the model is sure of. Squared errors do not depend on it.
             parameter_scales: public positive numbers by parameter name, 1 where none is given: units in which parameters are
                 measured by ``"public"`` and ``"preconditioned"``, so that those with a larger one move further (see
-                ``opacus_expm.scales``).
+                ``opacus_expm.subspaces.scales``).
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, or None for hooks where they can serve.
             curvature_samples: random probes s of each record's curvature instead of its m exact rows: 1 + s backward
                 passes. None is exact up to 64 outputs, and takes 8 probes beyond, for sequences and with ``views``.
             views: a function from a batch of inputs to a list of batches like it, the same records seen differently, such as
-                ``opacus_expm.views.pixel_shifts``. A record counts with the mean over its views, which is then clipped: more
+                ``gathering.views.pixel_shifts``. A record counts with the mean over its views, which is then clipped: more
                 signal for the same noise, and V times the work.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
-                starts again (see ``data.Pieces``).
+                starts again (see ``loaders.Pieces``).
             noise_generator: for tests and simulations only; the operating system's entropy by default. The ledger records
                 that one was given, ``get_epsilon`` warns, and a budget refuses it.
             progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
@@ -250,7 +251,7 @@ class ExpMQuadEngine(NotCopied):
             "progress": progress,
         }
         with self._on_all_ranks(model=model, loader=loader, proj_dim=proj_dim, **arguments):
-            plan = self._rounds(loader, proj_dim, pieces=data.Pieces(max_physical_batch_size), **arguments)
+            plan = self._rounds(loader, proj_dim, pieces=loaders.Pieces(max_physical_batch_size), **arguments)
             module = model
             try:
                 for number in range(plan.count):
@@ -334,7 +335,7 @@ class ExpMQuadEngine(NotCopied):
                 ``requires_grad`` move, and have to be the optimizer's.
             optimizer: the loop's; its learning rate plays no part.
             criterion: the loss; cross-entropy by default, as with Opacus.
-            data_loader: private data, every record once an epoch (see ``opacus_expm.data``).
+            data_loader: private data, every record once an epoch (see ``opacus_expm.gathering.loaders``).
             target_epsilon: ε of all epochs together.
             target_delta: δ of all epochs together; 0 gives pure ε-DP.
             epochs: T, the number of rounds. Fewer may be run, and cost less.
@@ -384,7 +385,7 @@ class ExpMQuadEngine(NotCopied):
             )
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
         if public_loader is not None:
-            data.check_public(public_loader, data_loader, "data_loader")
+            loaders.check_public(public_loader, data_loader, "data_loader")
         clipping, grad_sample_mode = swap.check_protocol(
             loss,
             batch_first=batch_first,
@@ -430,7 +431,7 @@ class ExpMQuadEngine(NotCopied):
             curvature_samples=curvature_samples,
             views=views,
             # Batches come one by one: the size of a piece cannot be read off the loader they come from.
-            pieces=data.Pieces(max_physical_batch_size or data.batch_size(data_loader)),
+            pieces=loaders.Pieces(max_physical_batch_size or loaders.batch_size(data_loader)),
             noise_generator=noise_generator,
             progress=progress,
             instead_of=swap.unfinished(module),
@@ -517,7 +518,7 @@ class ExpMQuadEngine(NotCopied):
             "grad_sample_mode": grad_sample_mode,
             "curvature_samples": curvature_samples,
             "views": views,
-            "pieces": data.Pieces(max_physical_batch_size),
+            "pieces": loaders.Pieces(max_physical_batch_size),
             "noise_generator": noise_generator,
             "progress": progress,
         }
@@ -532,7 +533,7 @@ class ExpMQuadEngine(NotCopied):
                     "projection_seed must be given with private_checkpoint: a pass goes on in one subspace"
                 )
             if public_loader is not None:  # before anything is measured on it
-                data.check_public(public_loader, data.check_loader(loader))
+                loaders.check_public(public_loader, loaders.check_loader(loader))
             curvature = self._public_curvature(model, proj_dim, **options)
             bench, settled = self._settle(
                 model,
@@ -572,7 +573,7 @@ class ExpMQuadEngine(NotCopied):
         )
         facts = {name: described(value) for name, value in arguments.items() if name not in _OWN}
         facts |= {name: settled[name] for name in ("max_grad_norm", "max_curvature", "joint_radius")}
-        facts |= {"loader": (described(loader), data.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
+        facts |= {"loader": (described(loader), loaders.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
         return PassFile(path, {**facts, "max_physical_batch_size": arguments["pieces"].padded(loader)})
 
     def _settle(
@@ -598,7 +599,7 @@ class ExpMQuadEngine(NotCopied):
         grad_sample_mode: str | None,
         curvature_samples: int | None,
         views: Views | None,
-        pieces: data.Pieces,
+        pieces: loaders.Pieces,
         noise_generator: torch.Generator | np.random.Generator | None,
         progress: bool | None,
         given: Bounds,
@@ -626,10 +627,10 @@ class ExpMQuadEngine(NotCopied):
             **settings,
         )
         bench.check_curvature(given["max_curvature"])
-        data.check_loader(loader)
+        loaders.check_loader(loader)
         size = nominal_size_of(loader, nominal_size)
         if public_loader is not None:
-            data.check_public(public_loader, loader)
+            loaders.check_public(public_loader, loader)
         joint_radius: float | None = None
         if clipping == "joint":
             if radius is None:
@@ -719,7 +720,7 @@ class ExpMQuadEngine(NotCopied):
                 f"public_loader must be given with projection={projection!r}: its curvature comes from public data; or use "
                 "projection='stiefel' or 'sparse'"
             )
-        data.check_loader(public_loader, "public_loader")
+        loaders.check_loader(public_loader, "public_loader")
         rank = public_rank if projection == "preconditioned" else _check.positive_int("proj_dim", proj_dim)
         key = (
             id(public_loader),
@@ -802,7 +803,7 @@ class ExpMQuadEngine(NotCopied):
             assert curvature is not None
             damping = damping_share * float(curvature.eigenvalues[0])
             subspace = Subspace("preconditioned", proj_dim, 0, curvature, damping)
-            bench = Workbench(model, subspace=subspace, pieces=data.Pieces(None), views=views, **settings)
+            bench = Workbench(model, subspace=subspace, pieces=loaders.Pieces(None), views=views, **settings)
             missing: Bounds = {"max_grad_norm": None, "max_curvature": 0.0}
             bounds = _public_bounds(bench, public_loader, missing, None, {"max_grad_norm": quantile})
             bound = torch.tensor([bounds["max_grad_norm"]], dtype=torch.float64)
@@ -1101,7 +1102,7 @@ class ExpMQuadEngine(NotCopied):
         """
         check_module(module)
         if data_loader is not None:
-            data.check_loader(data_loader, "data_loader")
+            loaders.check_loader(data_loader, "data_loader")
 
     def is_compatible(
         self,
@@ -1143,9 +1144,9 @@ class ExpMQuadEngine(NotCopied):
         self._check_covered(sampler, options["noise_generator"])  # a wrong type must not cost a pass
         given = checked_bounds(max_grad_norm, max_curvature, options["projection"], options["clipping"])
         _check_denoise(denoise, given["max_curvature"])
-        size = nominal_size_of(data.check_loader(loader), options["nominal_size"])
+        size = nominal_size_of(loaders.check_loader(loader), options["nominal_size"])
         if options["public_loader"] is not None:
-            data.check_public(options["public_loader"], loader)
+            loaders.check_public(options["public_loader"], loader)
         seed = None if projection_seed is None else _check.seed("projection_seed", projection_seed)
         buys = options["public_loader"] is None and options["bounds"] is None
         prices = _prices(given, epsilon, size) if buys else {}
@@ -1371,7 +1372,7 @@ def _full_space(model: nn.Module, **settings: Any) -> Workbench:
     """A workbench for statistics of all parameters, on few records at a time."""
     size = sum(p.numel() for p in check_module(model).parameters() if p.requires_grad)
     records = min(256, max(16, _WIDE_BYTES // (16 * 8 * size)))
-    return Workbench(model, subspace=Subspace("sparse", None, 0), pieces=data.Pieces(records), **settings)
+    return Workbench(model, subspace=Subspace("sparse", None, 0), pieces=loaders.Pieces(records), **settings)
 
 
 def _check_denoise(denoise: bool, max_curvature: float | None) -> None:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from opacus_expm import _check, curves, data
+from opacus_expm import _check
 from opacus_expm.bounds import QUANTILES
-from opacus_expm.criteria import make_criterion
 from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
-from opacus_expm.model import check_module, evaluation_mode
-from opacus_expm.scales import measured_scales
-from opacus_expm.views import Views
+from opacus_expm.gathering import loaders
+from opacus_expm.gathering.criteria import make_criterion
+from opacus_expm.gathering.model import check_module, evaluation_mode
+from opacus_expm.gathering.views import Views
+from opacus_expm.mechanism import curves
+from opacus_expm.subspaces.scales import measured_scales
 
 RECORDS = 14_336  # public records that take part
 _HELD_OUT = 0.25  # of them at least
@@ -57,7 +59,7 @@ class Candidate:
         public_rank: eigenpairs of the public curvature.
         seen: whether records count with the mean over their views, which ``suggest`` is then given.
         scaled: with ``damping_share``, whether parameters are measured in units that suit the shift
-            (see ``opacus_expm.scales``).
+            (see ``opacus_expm.subspaces.scales``).
     """
 
     projection: str
@@ -385,14 +387,14 @@ def shifted_records(
 
 def _records(public_loader: DataLoader[Any]) -> tuple[Tensor, Tensor]:
     """Inputs and targets of up to 14,336 public records."""
-    data.check_loader(public_loader, "public_loader")
+    loaders.check_loader(public_loader, "public_loader")
     inputs, targets, count = [], [], 0
     for batch in public_loader:
-        x, y = data.split_batch(batch)
+        x, y = loaders.split_batch(batch)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ValueError(
                 f"public_loader's inputs must be one floating tensor for a rehearsal, got {type(x).__name__}; choose the "
-                "settings by theory.radius_rule, or rehearse by hand"
+                "settings by paper.radius_rule, or rehearse by hand"
             )
         inputs.append(x)
         targets.append(y)

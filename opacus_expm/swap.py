@@ -30,7 +30,7 @@ round only its ``forward`` is replaced, and computes without a graph, so that no
 data. Private batches run through a copy in evaluation mode that shares the parameters: no buffer or attribute of the module
 ever depends on them. Copies and pickles of the module are ordinary modules at all times.
 
-Batches are read, and private ones run through the module, with fresh randomness (``opacus_expm.randomness``). The rest of
+Batches are read, and private ones run through the module, with fresh randomness (``gathering.randomness``). The rest of
 the script draws from its own generators, which no record moves.
 
 **Privacy:** the loop releases what ``make_private_expm(..., rounds=T)`` does, and nothing else. Losses of private records
@@ -58,12 +58,13 @@ from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, data
+from opacus_expm import _check
 from opacus_expm._private import PrivateValues
-from opacus_expm.criteria import make_criterion
-from opacus_expm.model import check_module
-from opacus_expm.randomness import Generators, freshly
-from opacus_expm.statistics import Statistics
+from opacus_expm.gathering import loaders
+from opacus_expm.gathering.criteria import make_criterion
+from opacus_expm.gathering.model import check_module
+from opacus_expm.gathering.randomness import Generators, freshly
+from opacus_expm.gathering.statistics import Statistics
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -318,7 +319,7 @@ class Training(PrivateValues):
         epoch = self._epoch = _Epoch()
         self._copy = None
         if self._plain is None or not self._loader.persistent_workers:
-            self._plain = data.each_alone(self._loader, "data_loader")
+            self._plain = loaders.each_alone(self._loader, "data_loader")
         try:
             for batch, tensors, last in _known_batches(self._plain):
                 epoch.give(tensors, last)
@@ -448,7 +449,7 @@ class Training(PrivateValues):
             )
         if not epoch.last:
             return
-        expected = data.dataset_size(self._loader)
+        expected = loaders.dataset_size(self._loader)
         if expected is not None and epoch.records != expected:
             self._fail(
                 epoch,
@@ -652,7 +653,7 @@ def originals(
     make_criterion(loss, torch.zeros(1))
     if isinstance(data_loader, StandInLoader):
         data_loader = data_loader.original_loader
-    return module, optimizer, loss, data.check_loader(data_loader, "data_loader")
+    return module, optimizer, loss, loaders.check_loader(data_loader, "data_loader")
 
 
 def _check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -768,7 +769,7 @@ def _fingerprint(module: nn.Module, *, buffers: bool = True) -> list[Any]:
 
 def _known_batches(loader: DataLoader[Any]) -> Iterator[tuple[Any, list[tuple[Tensor, int]], bool]]:
     """Every batch, its tensors with their versions, and whether it is the last one."""
-    if data.dataset_size(loader) is not None:
+    if loaders.dataset_size(loader) is not None:
         total = len(loader)
         for number, batch in enumerate(freshly(loader), start=1):
             yield batch, _with_versions(batch), number == total
@@ -793,4 +794,4 @@ def _copy_into(parameters: dict[str, nn.Parameter], values: Mapping[str, Tensor]
 def _one_batch(batch: tuple[Any, Tensor]) -> DataLoader[Any]:
     """A loader of a single batch."""
     one: Any = [batch]
-    return DataLoader(one, batch_size=None, collate_fn=data.as_it_is)
+    return DataLoader(one, batch_size=None, collate_fn=loaders.as_it_is)

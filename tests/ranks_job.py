@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from opacus_expm import ExpMQuadEngine, private_file
-from opacus_expm import statistics as statistics_module
+from opacus_expm import ExpMQuadEngine
+from opacus_expm.gathering import files
+from opacus_expm.gathering import statistics as statistics_module
 
 RECORDS, FEATURES, DIM, BATCH = 41, 3, 5, 4
 TIMEOUT = datetime.timedelta(seconds=120)
@@ -269,19 +270,19 @@ def resumed(rank, directory):
     def fail():
         raise OSError("interrupted")
 
-    private_file.SECONDS = 0.0
+    files.SECONDS = 0.0
     engine, interrupted, whole = ExpMQuadEngine(), Records(at=21, then=fail), Records()
     options = {**GOOD, "private_checkpoint": directory / "pass"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*PRIVATE")
         message = refusal(lambda: engine.gather(make_model(), loader(interrupted), DIM, **options))
-        files = sorted(path.name for path in directory.glob("pass*"))
+        names = sorted(path.name for path in directory.glob("pass*"))
         dist.barrier()
         found = engine.gather(make_model(), loader(whole), DIM, **options)
     dist.barrier()
     return {
         "message": message,
-        "files": files,
+        "files": names,
         "files later": [path.name for path in directory.glob("pass*")],
         "before": interrupted.visited,
         "after": whole.visited,

@@ -8,8 +8,8 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from opacus_expm import curves
 from opacus_expm.baselines import dp_sgd, non_private
+from opacus_expm.mechanism import curves
 
 DELTA = 1e-5
 SETTINGS = {"epsilon": 2.0, "delta": DELTA, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 100, "epochs": 3}

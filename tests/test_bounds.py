@@ -14,8 +14,8 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, NoGuarantee, Purchase, Release, bounds, composition
-from opacus_expm import statistics as statistics_module
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, NoGuarantee, Purchase, Release, bounds
+from opacus_expm.accounting import composition
 from opacus_expm.bounds import (
     GRID,
     QUANTILES,
@@ -26,8 +26,9 @@ from opacus_expm.bounds import (
     score_width,
     warn_if_unreliable,
 )
-from opacus_expm.calibration import allowances, calibrate_within, cost_whatever_the_bounds
-from opacus_expm.sums import Sensitivity
+from opacus_expm.gathering import statistics as statistics_module
+from opacus_expm.gathering.clipping import Sensitivity
+from opacus_expm.mechanism.calibration import allowances, calibrate_within, cost_whatever_the_bounds
 
 
 class Fixed:

@@ -19,7 +19,7 @@ FOLDER = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(FOLDER.glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
-NAMED_TEST = re.compile(r"`(tests/test_\w+\.py)::(\w+)`")
+NAMED_TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)::(\w+)`")
 
 
 def text_of(path):

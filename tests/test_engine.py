@@ -31,7 +31,7 @@ from opacus_expm import (
     make_private_expm,
     tasks,
 )
-from opacus_expm.sampling import Exact
+from opacus_expm.mechanism.sampling import Exact
 
 FEATURES, HIDDEN, RECORDS = 3, 4, 40
 PARAMETERS = (FEATURES + 1) * HIDDEN + HIDDEN + 1
@@ -1220,7 +1220,7 @@ def test_opacus_knows_the_accountant():
 
 
 def test_importing_the_accountant_again_is_harmless():
-    module = importlib.import_module("opacus_expm.accountant")
+    module = importlib.import_module("opacus_expm.accounting.accountant")
     held = dict(vars(module))
     try:
         importlib.reload(module)

@@ -26,11 +26,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, randomness, suggest
-from opacus_expm.accountant import ExpMAccountant, Purchase, Release
-from opacus_expm.criteria import CrossEntropy
-from opacus_expm.ledger import LedgerFile
-from opacus_expm.sampling import Exact
+from opacus_expm import ExpMQuadEngine, suggest
+from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.ledger import LedgerFile
+from opacus_expm.gathering import randomness
+from opacus_expm.gathering.criteria import CrossEntropy
+from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.suggestion import Candidate
 
 RECORDS, FEATURES, CLASSES = 24, 4, 3
@@ -287,13 +288,15 @@ def test_a_fault_that_leaves_something_behind_is_noticed(tmp_path, monkeypatch):
     directory.mkdir()
     middle = next(n for n, (file, _) in enumerate(places) if file == "layer_rules.py")
     with monkeypatch.context() as patched:
-        patched.setattr(opacus_expm.statistics, "working_copy", lambda module: module.eval())
+        patched.setattr(opacus_expm.gathering.statistics, "working_copy", lambda module: module.eval())
         with pytest.raises(AssertionError):
             check_fault(call, options, Interruption(middle).watching(), directory, draws, expected)
     with monkeypatch.context() as patched:
         patched.setattr(ExpMAccountant, "record", lambda *_, **__: None)
         with pytest.raises(AssertionError):
-            check_fault(call, options, failing(opacus_expm.statistics, "moved", 1), directory, draws, expected, Fault)
+            check_fault(
+                call, options, failing(opacus_expm.gathering.statistics, "moved", 1), directory, draws, expected, Fault
+            )
 
 
 # --- faults of the user's own parts ---------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ FAULTS = {
     "sampler": (Exact, "sample", (1, 2)),
     "ledger": (LedgerFile, "append", (1, 2)),
     "disk": (os, "fsync", (1, 2)),
-    "new module": (opacus_expm.statistics, "moved", (1, 2)),
+    "new module": (opacus_expm.gathering.statistics, "moved", (1, 2)),
 }
 
 

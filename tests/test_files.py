@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, _files
-from opacus_expm.private_file import PassFile
+from opacus_expm.gathering.files import PassFile
 
 fcntl = pytest.importorskip("fcntl")
 

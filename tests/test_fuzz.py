@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, cli, tasks
-from opacus_expm.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.experiments.cells import Outcome
 from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.results import Comparison, Row
-from opacus_expm.ledger import LedgerFile
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, secure
+from opacus_expm import ExpMQuadEngine
+from opacus_expm.mechanism import secure
 
 FILE = Path(__file__).with_name("golden.json")
 

@@ -27,9 +27,9 @@ from opacus_expm import ExpMQuadEngine, compare, make_private_expm, suggest
 from opacus_expm._private import PrivateValues
 from opacus_expm.experiments.results import Comparison
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.sampling import Exact, _Conditional, _Tilted
+from opacus_expm.gathering.clipping import ClippedAdder
+from opacus_expm.mechanism.sampling import Exact, _Conditional, _Tilted
 from opacus_expm.suggestion import Candidate
-from opacus_expm.sums import ClippedAdder
 
 RECORDS, NOMINAL, FEATURES, CLASSES, DIM = 1237, 1000, 4, 3, 4
 LOSS = nn.CrossEntropyLoss()
@@ -112,7 +112,7 @@ class Secrets:
         def acceptance(found, _, __, rows):
             self.add(COARSE, len(found) / rows)
 
-        after(opacus_expm.sums, "_finite_only", norms)
+        after(opacus_expm.gathering.clipping, "_finite_only", norms)
         after(ClippedAdder, "result", sums)
         after(opacus_expm.engine, "grid_counts", quantiles)
         after(opacus_expm.engine, "private_quantile", scores)
@@ -376,7 +376,7 @@ def test_nothing_private_comes_out(tmp_path, monkeypatch, capfd):
 
 
 def log(total):
-    logging.getLogger("opacus_expm.sums").debug("norm of the sum %.4g", total.gradient.norm())
+    logging.getLogger("opacus_expm.gathering.clipping").debug("norm of the sum %.4g", total.gradient.norm())
 
 
 def warn(total):

@@ -25,28 +25,10 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import (
-    ExpMQuadEngine,
-    _files,
-    accountant,
-    audit,
-    collating,
-    composition,
-    curves,
-    data,
-    engine,
-    grad_sample,
-    ledger,
-    private_file,
-    sampling,
-    secure,
-    statistics,
-    sums,
-    swap,
-)
-from opacus_expm import records as named
+from opacus_expm import ExpMQuadEngine, _files, audit, engine, swap
 from opacus_expm._tables import markdown
-from opacus_expm.accountant import (
+from opacus_expm.accounting import accountant, composition, ledger
+from opacus_expm.accounting.accountant import (
     BudgetExceeded,
     ExpMAccountant,
     NoGuarantee,
@@ -54,12 +36,15 @@ from opacus_expm.accountant import (
     Purchase,
     Release,
 )
+from opacus_expm.accounting.admission import Admission, PlannedEvent
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.density import BallGaussian
-from opacus_expm.plans import Admission, PlannedEvent
-from opacus_expm.randomness import Generators
-from opacus_expm.views import with_views
+from opacus_expm.gathering import clipping, collating, files, hooks, loaders, statistics
+from opacus_expm.gathering import records as named
+from opacus_expm.gathering.randomness import Generators
+from opacus_expm.gathering.views import with_views
+from opacus_expm.mechanism import curves, sampling, secure
+from opacus_expm.mechanism.density import BallGaussian
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -417,7 +402,7 @@ def nothing_is_left_of_killed_writes():
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "file"
         path.with_name("file.0123456789abcdef.part").write_bytes(b"sums over private records")
-        private_file.PassFile(path, {})
+        files.PassFile(path, {})
         assert list(Path(directory).iterdir()) == []
 
 
@@ -522,9 +507,9 @@ def records_do_not_share_what_is_drawn():
 def the_widest_batch_decides():
     """A batch of two rows a record, and then one of a single row: the range is that of two rows."""
     rows = torch.eye(2, dtype=torch.float64)
-    adder = sums.ClippedAdder(1.0, 1.0)
+    adder = clipping.ClippedAdder(1.0, 1.0)
     for count in (2, 1):
-        adder.add(sums._finite_only(rows[:1], rows[None, :count], parallel=count == 1))
+        adder.add(clipping._finite_only(rows[:1], rows[None, :count], parallel=count == 1))
     assert not adder.result().parallel
 
 
@@ -688,49 +673,49 @@ class Defect:
 
 
 def _at_the_outputs(patch):
-    original = sums.record_quadratics
+    original = clipping.record_quadratics
 
     def wrong(source, criterion, inputs, targets, **options):
         found = original(source, criterion, inputs, targets, **options)
-        gradient, _ = sums._at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
+        gradient, _ = clipping._at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
         return dataclasses.replace(found, gradient_norms=gradient.norm(dim=1))
 
-    patch.setattr(sums, "record_quadratics", wrong)
+    patch.setattr(clipping, "record_quadratics", wrong)
 
 
 def _unclipped(which):
     def put(patch):
-        original = sums.ClippedAdder.add
+        original = clipping.ClippedAdder.add
 
         def add(self, records):
             original(self, dataclasses.replace(records, **{which: torch.zeros_like(records.gradient_norms)}))
 
-        patch.setattr(sums.ClippedAdder, "add", add)
+        patch.setattr(clipping.ClippedAdder, "add", add)
 
     return put
 
 
 def _narrow_width(patch):
-    original = sums.ClippedAdder.result
-    patch.setattr(sums.ClippedAdder, "result", lambda self: dataclasses.replace(original(self), parallel=True))
+    original = clipping.ClippedAdder.result
+    patch.setattr(clipping.ClippedAdder, "result", lambda self: dataclasses.replace(original(self), parallel=True))
 
 
 def _width_of_the_last_batch(patch):
-    original = sums.ClippedAdder.add
+    original = clipping.ClippedAdder.add
 
     def add(self, records):
         original(self, records)
         self._parallel = records.parallel
 
-    patch.setattr(sums.ClippedAdder, "add", add)
+    patch.setattr(clipping.ClippedAdder, "add", add)
 
 
 def _one_records_worth(patch):
-    patch.setattr(sums.Sensitivity, "_records", lambda self: 1)
+    patch.setattr(clipping.Sensitivity, "_records", lambda self: 1)
 
 
 def _no_curvature_in_lipschitz(patch):
-    patch.setattr(sums.Sensitivity, "lipschitz", lambda self, radius: self.max_grad_norm)
+    patch.setattr(clipping.Sensitivity, "lipschitz", lambda self, radius: self.max_grad_norm)
 
 
 def _no_tilt_in_acceptance(patch):
@@ -777,32 +762,32 @@ def _likelier_of_two(patch):
 
 
 def _last_batch_twice(patch):
-    original = data.batches
+    original = loaders.batches
 
     def batches(*args, **kwargs):
         for batch in original(*args, **kwargs):
             yield batch
         yield batch
 
-    patch.setattr(data, "batches", batches)
+    patch.setattr(loaders, "batches", batches)
 
 
 def _fill_is_counted(patch):
-    original = sums.record_quadratics
+    original = clipping.record_quadratics
 
     def wrong(source, criterion, inputs, targets, *, pad_to, **options):
         fill = torch.arange(pad_to) % len(targets)
         return original(source, criterion, inputs[fill], targets[fill], pad_to=pad_to, **options)
 
-    patch.setattr(sums, "record_quadratics", wrong)
+    patch.setattr(clipping, "record_quadratics", wrong)
 
 
 def _size_follows_the_data(patch):
-    patch.setattr(engine, "nominal_size_of", lambda loader, nominal_size: data.dataset_size(loader))
+    patch.setattr(engine, "nominal_size_of", lambda loader, nominal_size: loaders.dataset_size(loader))
 
 
 def _mean_for_sum(patch):
-    add, result = sums.ClippedAdder.add, sums.ClippedAdder.result
+    add, result = clipping.ClippedAdder.add, clipping.ClippedAdder.result
 
     def counted(self, records):
         self.count = getattr(self, "count", 0) + len(records.gradients)
@@ -812,14 +797,14 @@ def _mean_for_sum(patch):
         found = result(self)
         return dataclasses.replace(found, gradient=found.gradient * (1000 / self.count))
 
-    patch.setattr(sums.ClippedAdder, "add", counted)
-    patch.setattr(sums.ClippedAdder, "result", mean)
+    patch.setattr(clipping.ClippedAdder, "add", counted)
+    patch.setattr(clipping.ClippedAdder, "result", mean)
 
 
 def _training_mode(patch):
     original = statistics.working_copy
     patch.setattr(statistics, "working_copy", lambda module: original(module).train())
-    patch.setattr(grad_sample, "_probe", lambda *_: None)  # which would refuse
+    patch.setattr(hooks, "_probe", lambda *_: None)  # which would refuse
     _nothing_put_back(patch)  # and so would the other checks
 
 
@@ -836,7 +821,7 @@ def _float32_sums_under_autocast(patch):
             return self._total.double()
 
     patch.setattr(statistics, "exact_arithmetic", contextlib.nullcontext)
-    patch.setattr(sums, "SymmetricSum", Float32Sum)
+    patch.setattr(clipping, "SymmetricSum", Float32Sum)
 
 
 def _global_seed(patch):
@@ -961,14 +946,14 @@ def _full_budget_every_round(patch):
 
 
 def _error_for_a_record(patch):
-    original = sums._finite_only
+    original = clipping._finite_only
 
     def strict(g, b, *, parallel):
         if not bool(g.isfinite().all()):
             raise ValueError("a record is not finite")
         return original(g, b, parallel=parallel)
 
-    patch.setattr(sums, "_finite_only", strict)
+    patch.setattr(clipping, "_finite_only", strict)
 
 
 def _seeded_records(patch):
@@ -976,7 +961,7 @@ def _seeded_records(patch):
 
 
 def _seeded_workers(patch):
-    patch.setattr(data, "FreshWorker", lambda own, collate_fn: own)
+    patch.setattr(loaders, "FreshWorker", lambda own, collate_fn: own)
 
 
 def _seeded_loop(patch):
@@ -991,20 +976,20 @@ def _shared_draws(patch):
 
 
 def _any_loader(patch):
-    patch.setattr(data, "check_loader", lambda loader, name="loader": loader)
+    patch.setattr(loaders, "check_loader", lambda loader, name="loader": loader)
 
 
 def _no_look_at_mixing(patch):
-    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+    patch.setattr(hooks, "check_mixing", lambda *_, **__: None)
 
 
 def _no_look_at_branches(patch):
-    patch.setattr(grad_sample, "may_branch", lambda *_: False)
+    patch.setattr(hooks, "may_branch", lambda *_: False)
 
 
 def _nothing_put_back(patch):
     patch.setattr(statistics, "State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
-    patch.setattr(grad_sample, "check_mixing", lambda *_, **__: None)
+    patch.setattr(hooks, "check_mixing", lambda *_, **__: None)
 
 
 def _collated_at_once(patch):
@@ -1021,12 +1006,12 @@ def _collated_at_once_if_accepted(patch):
 
 
 def _fetched_at_once(patch):
-    patch.setattr(data, "_fetches_batches", lambda dataset: False)
+    patch.setattr(loaders, "_fetches_batches", lambda dataset: False)
 
 
 def _any_subclass(patch):
-    patch.setattr(data, "_own_iteration", lambda loader: [])
-    patch.setattr(data, "each_alone", lambda loader, name="loader": loader)
+    patch.setattr(loaders, "_own_iteration", lambda loader: [])
+    patch.setattr(loaders, "each_alone", lambda loader, name="loader": loader)
 
 
 def _only_subsets_are_looked_into(patch):
@@ -1037,7 +1022,7 @@ def _only_subsets_are_looked_into(patch):
 
 
 def _any_public_data(patch):
-    patch.setattr(data, "check_public", lambda public, loader, name="loader": data.check_loader(public))
+    patch.setattr(loaders, "check_public", lambda public, loader, name="loader": loaders.check_loader(public))
 
 
 DEFECTS = (

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Purchase, Release, composition, curves
-from opacus_expm.calibration import allowances
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Purchase, Release
+from opacus_expm.accounting import composition
+from opacus_expm.mechanism import curves
+from opacus_expm.mechanism.calibration import allowances
 
 FEATURES, RECORDS, DIM = 3, 40, 4
 GIVEN = {"max_grad_norm": 1.0, "max_curvature": 0.5}

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Candidate, ExpMQuadEngine, curves, suggest
+from opacus_expm import Candidate, ExpMQuadEngine, suggest
+from opacus_expm.mechanism import curves
 from opacus_expm.suggestion import default_candidates
 
 NOISE = 1.0  # of the targets

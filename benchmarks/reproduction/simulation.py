@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, EXPERIMENTS, METHODS, RADII, RADIUS, TASKS, Effort, Setting
 from opacus_expm import _check
-from opacus_expm.accountant import NoGuarantee
+from opacus_expm.accounting.accountant import NoGuarantee
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments import tasks
 from opacus_expm.experiments.compare import compare, task_digest
@@ -33,8 +33,8 @@ from opacus_expm.experiments.downloads import AnyPath
 from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.methods import Grid
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.sampling import Exact, Gibbs, Sampler
-from opacus_expm.statistics import Statistics
+from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.mechanism.sampling import Exact, Gibbs, Sampler
 
 _PUBLIC_RECORDS = 5000  # at the most, for our bounds
 _BATCH = 500

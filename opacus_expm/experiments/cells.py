@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from opacus_expm.baselines import calibrated_noise, dp_sgd, non_private, tensors
-from opacus_expm.data import rows_loader
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments.cost import Cost, metered
 from opacus_expm.experiments.journal import canonical
 from opacus_expm.experiments.methods import DRAW_SETTINGS, METHODS, Settings, gathering
 from opacus_expm.experiments.results import check_measured, numbers
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.projection import PUBLIC_KINDS
-from opacus_expm.statistics import Statistics
+from opacus_expm.gathering.loaders import rows_loader
+from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.subspaces.projection import PUBLIC_KINDS
 
 _PUBLIC_RECORDS = 5000  # of the public data at the most, for bounds and public subspaces
 _BATCH = 500  # records at a time in a pass

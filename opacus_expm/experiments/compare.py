@@ -53,7 +53,7 @@ from opacus_expm.experiments.methods import (
 )
 from opacus_expm.experiments.results import Candidate, Comparison, Row
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.model import check_module, tensor_digest
+from opacus_expm.gathering.model import check_module, tensor_digest
 
 _TUNING_SEED = 1_000_000  # trials have seeds of their own, from here
 _FILE = "cells.jsonl"

@@ -22,7 +22,7 @@ from opacus_expm import _check, _files
 from opacus_expm.experiments import datasets, downloads
 from opacus_expm.experiments.datasets import Table
 from opacus_expm.experiments.downloads import AnyPath
-from opacus_expm.model import evaluation_mode
+from opacus_expm.gathering.model import evaluation_mode
 
 
 @dataclass(frozen=True)

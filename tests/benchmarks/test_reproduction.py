@@ -21,7 +21,7 @@ from benchmarks.reproduction.settings import EPSILONS, METHODS, RADII, TASKS, Ef
 from benchmarks.reproduction.simulation import reproduce, reproduce_task
 from opacus_expm import ExpMQuadEngine, NoGuarantee, tasks
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.sampling import Gibbs
+from opacus_expm.mechanism.sampling import Gibbs
 
 PAPER, OURS = METHODS
 SETTING = Setting(3, (1, 2, 3, 4), 0.0, 1e-3, crossing=1.0, flat_from=0.1, enough=3)

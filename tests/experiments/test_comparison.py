@@ -14,12 +14,13 @@ import torch
 from test_baselines import linear, regression
 from torch import nn
 
-from opacus_expm import ExpMQuadEngine, curves
+from opacus_expm import ExpMQuadEngine
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.experiments import cells, cost, methods
 from opacus_expm.experiments.compare import compare
 from opacus_expm.experiments.results import Candidate, Comparison, Row
 from opacus_expm.experiments.tasks import Task
+from opacus_expm.mechanism import curves
 
 DELTA = 1e-5
 # Whole batches need no search for the noise.

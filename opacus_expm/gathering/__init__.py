@@ -1,0 +1,1 @@
+"""From a model and its loader to clipped sums: everything here holds private data."""

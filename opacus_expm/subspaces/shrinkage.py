@@ -1,0 +1,108 @@
+"""Taking known noise out of a draw: post-processing, which costs no privacy.
+
+Where no private curvature is gathered (C_H = 0), a draw is ξ ~ N(m, s²I) cut to the ball |ξ| ≤ R, with the private mean
+m = −G/(λN) and the *public* variance s² = 1/(cλN). In many dimensions most of |ξ|² is noise. For a group of d ≥ 3
+orthonormal coordinates, the positive-part James-Stein estimate
+
+    ξ_g ← max(0, 1 − (d − 2)s²/|ξ_g|²) ξ_g
+
+is nearer to m_g in mean square than ξ_g, whatever m_g is (James and Stein 1961; Baranchik 1964). A group that the data
+has moved far is left alone; one with nothing but noise goes back to where it was. The groups are fixed by public facts:
+
+* coordinates along eigenvectors of public curvature, in bands of 4, 8, 16, 32, 64, 64, … by falling eigenvalue;
+* of the rest of the full space, the parameters of one output (the first index of a weight), or of one bias;
+* a random subspace, whose coordinates all mean the same: one group.
+
+**Privacy:** a function of the released draw and of public numbers only (d, s², R, eigenvectors, shapes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from opacus_expm.gathering.model import Layout
+from opacus_expm.subspaces.projection import FullSpace, Preconditioned, Projection, Scaled, Sparse
+
+Array = npt.NDArray[np.float64]
+
+_FIRST_BAND, _LARGEST_BAND = 4, 64
+
+
+def public_variance(
+    inverse_temperature: float, regularization: float, nominal_size: int, radius: float, dim: int
+) -> float:
+    """An upper bound on the variance of one coordinate of a draw without private curvature, from public numbers.
+
+    1/(cλN) without the ball. A ball around the mean leaves E|ξ|² ≤ R²k/(k + 2), that of the uniform density.
+    """
+    ridge = inverse_temperature * regularization * nominal_size
+    uniform = radius**2 / (dim + 2)
+    return min(1 / ridge, uniform) if ridge > 0 else uniform
+
+
+def shrunk(coordinates: Array, variance: float, projection: Projection, layout: Layout) -> Array:
+    """The draw with the noise of variance s² taken out, group by group.
+
+    Args:
+        coordinates: ξ as drawn (k,).
+        variance: s².
+        projection: the map A from ξ to the parameters; its eigenvectors, if any, give the bands.
+        layout: of the parameters, whose shapes give the groups of the full space.
+    """
+    if isinstance(projection, Scaled):  # the draw's coordinates are those of parameters in their own units
+        projection = projection.inner
+    base = projection.base if isinstance(projection, Preconditioned) else projection
+    if isinstance(base, Sparse) or base.kind == "stiefel":
+        return _james_stein(coordinates, len(coordinates), variance)
+    if not isinstance(base, FullSpace):  # along public eigenvectors
+        return _by_bands(coordinates, variance)
+    along, rest = np.zeros_like(coordinates), coordinates
+    lost = np.zeros_like(coordinates)  # of each parameter's variance, to the eigenvectors
+    if isinstance(projection, Preconditioned):
+        vectors = projection.vectors  # p × rank: in their own type, not a second time in double precision
+        leading = vectors.T @ torch.from_numpy(coordinates).to(vectors)
+        kept = torch.from_numpy(_by_bands(_array(leading), variance)).to(vectors)
+        along, rest = _array(vectors @ kept), coordinates - _array(vectors @ leading)
+        lost = np.square(_array(torch.linalg.vector_norm(vectors, dim=1)))
+    across = np.empty_like(rest)
+    for part in _outputs(layout):
+        across[part] = _james_stein(rest[part], float((1 - lost[part]).sum()), variance)
+    return along + across
+
+
+def _array(tensor: Tensor) -> Array:
+    """In double precision, on the processor."""
+    return tensor.double().cpu().numpy()
+
+
+def _by_bands(coordinates: Array, variance: float) -> Array:
+    """Bands that grow, since eigenvalues crowd."""
+    result, start, width = np.empty_like(coordinates), 0, _FIRST_BAND
+    while start < len(coordinates):
+        band = slice(start, start + width)
+        result[band] = _james_stein(coordinates[band], len(coordinates[band]), variance)
+        start, width = start + width, min(2 * width, _LARGEST_BAND)
+    return result
+
+
+def _outputs(layout: Layout) -> Iterator[slice]:
+    """The place of each output's weights; a vector is one group."""
+    for _, shape, place in layout.slices():
+        count = shape[0] if len(shape) > 1 else 1
+        width = math.prod(shape) // max(count, 1)
+        for start in range(place.start, place.stop, max(width, 1)):
+            yield slice(start, start + width)
+
+
+def _james_stein(group: Array, freedom: float, variance: float) -> Array:
+    """The positive-part estimate of the mean of a group with so many degrees of freedom."""
+    energy = float(group @ group)
+    if freedom <= 2 or energy == 0:
+        return group
+    return max(0.0, 1 - (freedom - 2) * variance / energy) * group
