@@ -16,7 +16,9 @@ from opacus_expm.accounting.accountant import (
 )
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.gathering.ranks import RankFailed
+from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel
 from opacus_expm.suggestion import Candidate, Suggestion, suggest
 
 if TYPE_CHECKING:
@@ -30,12 +32,16 @@ __all__ = [
     "Comparison",
     "ExpMAccountant",
     "ExpMQuadEngine",
+    "GradSampling",
     "NoGuarantee",
     "NotGuaranteed",
+    "Preconditioned",
     "Purchase",
     "RankFailed",
     "Release",
+    "Sparse",
     "Statistics",
+    "Stiefel",
     "Suggestion",
     "compare",
     "datasets",

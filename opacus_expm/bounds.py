@@ -3,9 +3,8 @@
 * **Given** by the user as public constants.
 * **Measured on public data**, such as the pretraining set: quantiles of |g_i| and ‖H_i‖₂ there. Public because the data
   is. Never pass private data as public.
-* **Bought**: private quantiles of the private records' norms (``private_quantile``), charged to the ledger and taken out
-  of the draw's budget.
-* **Read off the private data** and inflated, the source paper's practice: **not private**, offered to reproduce the paper.
+* **Bought**: private quantiles of the private records' norms (``mechanism.quantiles``), charged to the ledger and taken
+  out of the draw's budget.
 
 The 80 % quantile of |g_i| and the median of ‖H_i‖₂ are taken: clipping a fifth of the gradients costs little; curvature
 is clipped harder, because its bound enters the noise together with the radius.
@@ -13,65 +12,144 @@ is clipped harder, because its bound enters the noise together with the radius.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from opacus_expm import _check
-from opacus_expm.gathering.clipping import CLIPPINGS
+from opacus_expm.accounting.accountant import Purchase
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.books import Books
+from opacus_expm.gathering.clipping import ClippingBounds
+from opacus_expm.gathering.passes import Remembered, Workbench
 from opacus_expm.mechanism.density import Array
+from opacus_expm.mechanism.quantiles import Uniforms, grid_counts, private_quantile, reliable_epsilon
 
-Bounds = dict[str, float | None]  # max_grad_norm and max_curvature, None where not known yet
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
-GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
-GRID.flags.writeable = False
 _SHARE = 0.05  # of a budget that one bound may cost at the most
 
 
-class Uniforms(Protocol):
-    """A source of uniform numbers: a numpy generator, or the secure mode's."""
+@dataclass(frozen=True)
+class Bounds:
+    """C_g and C_H as they were asked for, and how those that are missing are settled; public.
 
-    def random(self, count: int) -> Array:
-        """Uniform on [0, 1]."""
-
-
-def checked_bounds(max_grad_norm: float | None, max_curvature: float | None, projection: str, clipping: str) -> Bounds:
-    """The bounds as given, by name; no private curvature by default where public curvature serves."""
-    _check.one_of("clipping", clipping, CLIPPINGS)
-    if clipping == "joint" and max_curvature:
-        raise ValueError(
-            f"max_curvature={max_curvature!r} has no meaning with clipping='joint', where max_grad_norm bounds both; leave "
-            "it out"
-        )
-    if max_curvature is None and projection == "preconditioned":
-        max_curvature = 0.0
-    if max_curvature is None and clipping == "joint":
-        return {**checked_bounds(max_grad_norm, 0.0, projection, clipping), "max_curvature": math.inf}
-    return {
-        "max_grad_norm": None if max_grad_norm is None else _check.positive("max_grad_norm", max_grad_norm),
-        "max_curvature": None if max_curvature is None else _check.non_negative("max_curvature", max_curvature),
-    }
-
-
-def quantile_epsilon(epsilon: float, nominal_size: int, quantile: float) -> float:
-    """What a bound is bought for, from public numbers: twice what reliability needs, at most 5 % of ε."""
-    return min(_SHARE * epsilon, 2 * _reliable_epsilon(nominal_size, quantile))
-
-
-def _reliable_epsilon(nominal_size: int, quantile: float) -> float:
-    """The ε₁ from which a purchase is reliable: ε₁·N·min(q, 1−q) = 2(ln J + 5).
-
-    The probability that the chosen point is t records or more away from the quantile is at most
-    J·exp(−ε₁t/(2 max(q, 1−q))).
+    Args:
+        max_grad_norm: C_g > 0, or None.
+        max_curvature: C_H ≥ 0, or None; 0 uses no private curvature.
     """
-    return 2 * (math.log(GRID.size) + 5) / (nominal_size * min(quantile, 1 - quantile))
+
+    max_grad_norm: float | None = None
+    max_curvature: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None:
+            _check.positive("max_grad_norm", self.max_grad_norm)
+        if self.max_curvature is not None:
+            _check.non_negative("max_curvature", self.max_curvature)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the bounds that are not given."""
+        return tuple(name for name in QUANTILES if getattr(self, name) is None)
+
+    @property
+    def curvature(self) -> bool:
+        """Whether private curvature is gathered."""
+        return self.max_curvature != 0
+
+    def prices(self, epsilon: float, nominal_size: int) -> dict[str, float]:
+        """ε₁ of each bound that is missing, from public numbers: twice what reliability needs, at most 5 % of ε."""
+        return {
+            name: min(_SHARE * epsilon, 2 * reliable_epsilon(nominal_size, QUANTILES[name])) for name in self.missing
+        }
+
+    def given(self) -> ClippingBounds:
+        """The bounds, all of which are given.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        if self.missing:
+            raise ValueError(
+                f"{self.missing[0]} is not given: pass max_grad_norm= and max_curvature= as public constants, "
+                "public_loader= to measure them on public data, or epsilon= to buy them; they must not be read off the "
+                "private data"
+            )
+        return self._settled({}, "given")
+
+    def measured(
+        self, bench: Workbench, public_loader: DataLoader[Any], quantiles: Mapping[str, float] = QUANTILES
+    ) -> ClippingBounds:
+        """The bounds, those that are missing measured on public data."""
+        if not self.missing:
+            return self.given()
+        norms = bench.public_norms(public_loader, curvature=self.curvature)
+        found = {name: float(np.quantile(norms[name], quantiles[name])) for name in self.missing}
+        for name, value in found.items():
+            if value == 0:
+                raise ValueError(
+                    f"public_loader gives a zero bound for {name}: gradients or curvatures vanish there at the pretrained "
+                    "weights; pass max_grad_norm= and max_curvature="
+                )
+        return self._settled(found, "public")
+
+    def bought(
+        self,
+        bench: Workbench,
+        loader: DataLoader[Any],
+        epsilon: float,
+        nominal_size: int,
+        books: Books,
+        admission: Admission | None,
+    ) -> tuple[ClippingBounds, Remembered]:
+        """The bounds, those that are missing bought; charged before they are drawn, both by the leading rank."""
+        ranks = books.ranks
+        purchases = [
+            Purchase(
+                price, books.adjacency, name, QUANTILES[name], nominal_size, ranks.random_name(), books.noise.origin
+            )
+            for name, price in self.prices(epsilon, nominal_size).items()
+        ]
+        for purchase in purchases:
+            _warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
+        remembered = bench.remember(loader, curvature=self.curvature, ranks=ranks)
+        uniforms = books.noise.uniforms() if ranks.leads else None
+        found = {}
+        for purchase in purchases:
+            counts = ranks.summed(torch.from_numpy(grid_counts(remembered.norms[purchase.bound]))).numpy()
+            choose = functools.partial(_chosen, purchase, counts, uniforms)
+            found[purchase.bound] = float(books.drawn(purchase, admission, choose, _chosen(purchase, None, None)))
+        return self._settled(found, "bought", frozenset(p.receipt for p in purchases)), remembered
+
+    def _settled(
+        self, found: Mapping[str, float], source: str, receipts: frozenset[str] = frozenset()
+    ) -> ClippingBounds:
+        """Given bounds, and found ones in the place of those that are missing."""
+        c_g, c_h = (found.get(name, getattr(self, name)) for name in QUANTILES)
+        assert c_g is not None
+        assert c_h is not None
+        return ClippingBounds(c_g, c_h, source, receipts)
 
 
-def warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> None:
+def _chosen(purchase: Purchase, counts: Array | None, uniforms: Uniforms | None) -> Tensor:
+    """The point of the grid that a purchase came to; not a number on a rank that does not lead."""
+    bound = math.nan
+    if counts is not None and uniforms is not None:
+        bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, purchase.adjacency, uniforms)
+    return torch.tensor([bound], dtype=torch.float64)
+
+
+def _warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> None:
     """Say that a purchase for this ε₁ may miss its quantile."""
-    needed = _reliable_epsilon(nominal_size, quantile)
+    needed = reliable_epsilon(nominal_size, quantile)
     if epsilon < needed:
         warnings.warn(
             f"a private bound for epsilon={epsilon:.2g} on {nominal_size} records may come out far from its quantile "
@@ -79,49 +157,3 @@ def warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> No
             UserWarning,
             stacklevel=3,
         )
-
-
-def private_quantile(counts: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:
-    """A point of ``GRID`` near a quantile of private norms, by the exponential mechanism.
-
-    P(t) ∝ exp(ε₁·u(t)/w) with u(t) = −|#{norms ≤ t} − q·n| and n the actual, private number of records. Adding a record
-    moves #{norms ≤ t} − q·n by 1 − q or by −q, so the change of u over the grid has range at most 2 max(q, 1−q) = w (twice
-    that for replace-one): the choice is **ε₁-bounded-range**, hence ε₁-DP.
-
-    Args:
-        counts: ``grid_counts`` of the records' norms; private.
-        quantile: q in (0, 1).
-        epsilon: ε₁.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        uniforms: source of randomness.
-    """
-    logits = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
-    # The least likely points come first, where sums and secure mode's uniforms are precise relative to their size; at the
-    # other end a point with a probability below 2⁻⁵³ could never be chosen.
-    order = np.argsort(logits, kind="stable")
-    cumulative = np.cumsum(np.exp(logits[order] - logits[order[-1]]))
-    place = np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")
-    return float(GRID[order[min(place, GRID.size - 1)]])
-
-
-def grid_counts(norms: Array) -> Array:
-    """#{norms ≤ t} at every point t of the grid, and n at the end; private. Counts of parts of the data add up."""
-    below = np.searchsorted(np.sort(norms), GRID, side="right")
-    return np.append(below, norms.size).astype(np.float64)
-
-
-def quantile_scores(counts: Array, quantile: float) -> Array:
-    """u(t) at every point of the grid; private.
-
-    Raises:
-        ValueError: something else than ``grid_counts``, such as the norms themselves.
-    """
-    if counts.shape != (GRID.size + 1,):
-        raise ValueError(f"counts must be grid_counts(norms), {GRID.size + 1} numbers, got shape {counts.shape}")
-    scores: Array = -np.abs(counts[:-1] - quantile * counts[-1])
-    return scores
-
-
-def score_width(quantile: float, adjacency: str) -> float:
-    """Range of the change of u that one record can cause."""
-    return 2 * max(quantile, 1 - quantile) * (2 if adjacency == "replace_one" else 1)

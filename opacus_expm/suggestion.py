@@ -7,11 +7,10 @@ private is touched, so the choice costs no privacy, however many candidates are 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,14 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from opacus_expm import _check
 from opacus_expm.bounds import QUANTILES
-from opacus_expm.engine import PUBLIC_RANK, ExpMQuadEngine
+from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module, evaluation_mode
 from opacus_expm.gathering.views import Views
 from opacus_expm.mechanism import curves
+from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, Subspace
+from opacus_expm.subspaces.preconditioned import PUBLIC_RANK
 from opacus_expm.subspaces.scales import measured_scales
 
 RECORDS = 14_336  # public records that take part
@@ -75,6 +76,13 @@ class Candidate:
     seen: bool = False
     scaled: bool = False
 
+    def recipe(self) -> Subspace:
+        """The subspace, before anything was learned from public data."""
+        if self.projection == "preconditioned":
+            return Preconditioned(self.public_rank, temperature=self.public_temperature, denoise=self.denoise)
+        recipe = Sparse if _check.one_of("projection", self.projection, ("sparse", "stiefel")) == "sparse" else Stiefel
+        return recipe(denoise=self.denoise)
+
     def __str__(self) -> str:
         space = "the full space" if self.proj_dim is None else f"{self.proj_dim} dimensions"
         text = f"radius {self.radius:g}, {self.projection} projection, {space}, {self.rounds} round(s)"
@@ -98,7 +106,7 @@ class Suggestion:
         regularization: λ.
         max_grad_norm: C_g.
         max_curvature: C_H.
-        metric: of ``"preconditioned"``, damping, temperature and units of the parameters; empty for the engine's default.
+        projection: the subspace, with its settings.
         public_loader: public records, shifted or as they are, which public projections need.
         views: of each record, or None.
         tried: every candidate with what it was worth in the rehearsal, on average, best first, finalists before others: the
@@ -111,7 +119,7 @@ class Suggestion:
     regularization: float
     max_grad_norm: float
     max_curvature: float
-    metric: dict[str, Any]
+    projection: Subspace
     public_loader: DataLoader[Any]
     views: Views | None
     tried: tuple[tuple[Candidate, float], ...]
@@ -123,14 +131,11 @@ class Suggestion:
         return {
             "radius": self.candidate.radius,
             "proj_dim": self.candidate.proj_dim,
-            "projection": self.candidate.projection,
+            "projection": self.projection,
             "rounds": self.candidate.rounds,
             "regularization": self.regularization,
             "max_grad_norm": self.max_grad_norm,
             "max_curvature": self.max_curvature,
-            **self.metric,
-            "denoise": self.candidate.denoise,
-            "public_rank": self.candidate.public_rank,
             "views": self.views,
             "public_loader": self.public_loader,
         }
@@ -235,7 +240,6 @@ def suggest(
     rehearsed_epsilon = more * epsilon
     if delta > 0:  # the (ε, δ) whose μ is larger by n/n₀
         rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
-    engine = ExpMQuadEngine(distributed=False)
     candidates = default_candidates(size, delta, views=views is not None) if candidates is None else candidates
     if not candidates:
         raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
@@ -251,54 +255,53 @@ def suggest(
         candidate = trial.candidate
         return {
             "proj_dim": candidate.proj_dim,
-            "projection": candidate.projection,
             "public_loader": public[candidate.shifted],
-            "public_rank": candidate.public_rank,
             "views": views if candidate.seen else None,
             "criterion": criterion,
             "progress": False,
+            "projection": candidate.recipe(),
             **trial.metric,
         }
 
     def units(trial: _Trial) -> dict[str, float]:
         """Of the parameters, from either half of the stand-ins."""
+        settings = gathering(trial)
+        settings["projection"] = settings["projection"].seeded(seed)
         halves = [
-            engine.gather(module, DataLoader(half, batch_size=_BATCH), projection_seed=seed, **gathering(trial))
+            ExpMQuadEngine(distributed=False).gather(module, DataLoader(half, batch_size=_BATCH), **settings)
             for half in (Subset(stand_ins, range(kept // 2)), Subset(stand_ins, range(kept // 2, kept)))
         ]
         gradients = [statistics.sums.gradient for statistics in halves]
         return measured_scales(halves[0].layout, halves[0].projection, *gradients, seed=seed)
 
+    def measured(trial: _Trial, scales: dict[str, float] | None = None) -> dict[str, Any]:
+        """The public metric of a candidate."""
+        candidate = trial.candidate
+        recipe = candidate.recipe()
+        assert isinstance(recipe, Preconditioned)
+        assert candidate.damping_share is not None
+        return ExpMQuadEngine(distributed=False).public_metric(
+            module,
+            public[candidate.shifted],
+            candidate.proj_dim,
+            damping_share=candidate.damping_share,
+            quantile=candidate.quantile,
+            projection=replace(recipe, scales=scales),
+            criterion=criterion,
+            views=views if candidate.seen else None,
+        )
+
     def rehearse(trial: _Trial, repeat: int) -> None:
         candidate = trial.candidate
         if candidate.damping_share is not None and not trial.metric:
-            measure = functools.partial(
-                engine.public_metric,
-                module,
-                public[candidate.shifted],
-                candidate.proj_dim,
-                damping_share=candidate.damping_share,
-                quantile=candidate.quantile,
-                public_temperature=candidate.public_temperature,
-                public_rank=candidate.public_rank,
-                criterion=criterion,
-                views=views if candidate.seen else None,
-            )
-            trial.metric = measure()
+            trial.metric = measured(trial)
             if candidate.scaled:
-                trial.metric = measure(parameter_scales=units(trial))
+                trial.metric = measured(trial, units(trial))
+        settings = gathering(trial)
+        settings["projection"] = settings["projection"].seeded(seed + 1000 * repeat)
+        engine = ExpMQuadEngine(distributed=False, noise_generator=np.random.default_rng([seed, repeat]))
         private = engine.make_private_expm(
-            module,
-            loader,
-            rehearsed_epsilon,
-            candidate.radius,
-            delta=delta,
-            rounds=candidate.rounds,
-            projection_seed=seed + 1000 * repeat,
-            denoise=candidate.denoise,
-            calibration="range" if delta == 0 else "gaussian",
-            noise_generator=np.random.default_rng([seed, repeat]),
-            **gathering(trial),
+            module, loader, rehearsed_epsilon, candidate.radius, delta=delta, rounds=candidate.rounds, **settings
         )
         trial.values.append(value(private))
         trial.release = engine.accountant.releases[-1]
@@ -312,17 +315,13 @@ def suggest(
         rehearse(trial, repeat)
     # Among themselves: whoever was behind after few rehearsals stays behind.
     tried = sorted(finalists, key=_Trial.worth) + trials[_FINALISTS:]
-    best, metric, release = tried[0].candidate, tried[0].metric, tried[0].release
+    best, release = tried[0].candidate, tried[0].release
     return Suggestion(
         best,
         release.regularization,
         release.max_grad_norm,
         release.max_curvature,
-        {
-            name: value
-            for name, value in metric.items()
-            if name in ("damping", "public_temperature", "parameter_scales")
-        },
+        tried[0].metric.get("projection", best.recipe()),
         public[best.shifted],
         views if best.seen else None,
         tuple((trial.candidate, trial.mean()) for trial in tried),

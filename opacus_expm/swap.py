@@ -63,6 +63,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module
+from opacus_expm.gathering.passes import Pass
 from opacus_expm.gathering.randomness import Generators, freshly
 from opacus_expm.gathering.statistics import Statistics
 
@@ -92,11 +93,11 @@ _WITHOUT_MEANING = {
 }
 
 
-class Gather(Protocol):
-    """From a loader to the statistics of its records."""
+class Gathering(Protocol):
+    """A round that is ready to begin."""
 
-    def __call__(self, loader: DataLoader[Any], *, begun: bool = False) -> Statistics:
-        """With ``begun``, the records go on with those before (see ``Workbench.gather``)."""
+    def open(self) -> Pass:
+        """A pass to which the batches are added one by one."""
 
 
 class Rounds(Protocol):
@@ -106,8 +107,8 @@ class Rounds(Protocol):
     def count(self) -> int:
         """T."""
 
-    def begin(self, module: nn.Module, number: int) -> Gather:
-        """A round that starts from ``module``: the function from a loader to the statistics of its records."""
+    def begin(self, module: nn.Module, number: int) -> Gathering:
+        """A round that starts from ``module``."""
 
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
         """Charge, then draw."""
@@ -221,11 +222,10 @@ class _Epoch(PrivateValues):
     def __init__(self) -> None:
         self.number = 0  # batches given
         self.counted = 0
-        self.records = 0
         self.last = False
         self.drawn = False
         self.broken: str | None = None
-        self.statistics: Statistics | None = None
+        self.gathered: Pass | None = None
         self.parameters: list[Any] = []
         self._tensors: list[tuple[Tensor, int]] = []
         self._calls: list[_Call] = []
@@ -284,7 +284,7 @@ class Training(PrivateValues):
     def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds):
         self.module, self._criterion, self._loader, self._rounds = module, criterion, loader, rounds
         self._plain: DataLoader[Any] | None = None  # made of the loader's parts, and iterated in its place
-        self._gather: Gather | None = rounds.begin(module, 0)
+        self._gathering: Gathering | None = rounds.begin(module, 0)
         self._begun_at = _fingerprint(module)
         self._number = 0
         self._epoch: _Epoch | None = None
@@ -306,9 +306,9 @@ class Training(PrivateValues):
     def end(self, message: str) -> None:
         """No further round: the module is an ordinary one again, and what comes is refused with this message."""
         if self._epoch is not None:
-            self._epoch.broken, self._epoch.statistics = message, None
+            self._epoch.broken, self._epoch.gathered = message, None
         self._ended = message
-        self._epoch = self._gather = self._copy = self._plain = None
+        self._epoch = self._gathering = self._copy = self._plain = None
         self._rounds.end()
         self._forward.remove()
 
@@ -338,7 +338,7 @@ class Training(PrivateValues):
         """Break an epoch off that is not complete, aloud if it had begun."""
         if epoch.broken is not None or epoch.drawn or not epoch.counted:
             return
-        epoch.broken, epoch.statistics = "It was left before its last batch was counted.", None
+        epoch.broken, epoch.gathered = "It was left before its last batch was counted.", None
         if not sys.is_finalizing():
             warnings.warn(
                 f"an epoch of the private loop was left before its end and does not count. {_AGAIN}; every round needs all "
@@ -350,7 +350,7 @@ class Training(PrivateValues):
     def _fail(self, epoch: _Epoch | None, message: str) -> NoReturn:
         """Break the epoch off and say why."""
         if epoch is not None:
-            epoch.broken, epoch.statistics = message, None
+            epoch.broken, epoch.gathered = message, None
         raise RuntimeError(f"{message} {_AGAIN}")
 
     def _open(self) -> _Epoch | None:
@@ -419,23 +419,21 @@ class Training(PrivateValues):
         if any(_version(t) != version for t, version in ticket.held):
             self._fail(epoch, f"backward() for a batch that was changed in place. {_UNCHANGED}.")
         try:
-            if epoch.statistics is None:
+            if epoch.gathered is None:
                 self._begin(epoch)
-            assert self._gather is not None
-            found = self._gather(_one_batch((ticket.inputs, ticket.targets)), begun=epoch.counted > 0)
-            if epoch.statistics is not None:
-                found = replace(found, sums=epoch.statistics.sums.plus(found.sums))
-            epoch.statistics = found
-            epoch.counted, epoch.records = epoch.counted + 1, epoch.records + len(ticket.targets)
+            assert epoch.gathered is not None
+            epoch.gathered.add(ticket.inputs, ticket.targets)
+            epoch.counted += 1
         except BaseException:  # an interrupt, too, must not leave a batch half counted, or hooks half attached
-            epoch.broken, epoch.statistics, self._gather = "An exception was raised in backward().", None, None
+            epoch.broken, epoch.gathered, self._gathering = "An exception was raised in backward().", None, None
             raise
 
     def _begin(self, epoch: _Epoch) -> None:
         """The first batch of an epoch: the round starts from the weights that the module has now."""
         now = _fingerprint(self.module)
-        if self._gather is None or now != self._begun_at:
-            self._gather, self._begun_at = self._rounds.begin(self.module, self._number), now
+        if self._gathering is None or now != self._begun_at:
+            self._gathering, self._begun_at = self._rounds.begin(self.module, self._number), now
+        epoch.gathered = self._gathering.open()
         epoch.parameters = _fingerprint(self.module, buffers=False)
 
     def step(self) -> None:
@@ -450,7 +448,7 @@ class Training(PrivateValues):
         if not epoch.last:
             return
         expected = loaders.dataset_size(self._loader)
-        if expected is not None and epoch.records != expected:
+        if expected is not None and epoch.gathered is not None and epoch.gathered.records != expected:
             self._fail(
                 epoch,
                 "data_loader did not yield every record once: its collate function must keep all records of a batch.",
@@ -465,14 +463,14 @@ class Training(PrivateValues):
 
     def _draw(self, epoch: _Epoch) -> None:
         """Charge, draw, and move the weights."""
-        number, statistics = self._number, epoch.statistics
-        assert statistics is not None
+        number, gathered = self._number, epoch.gathered
+        assert gathered is not None
         own = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in own.items()}
         try:
             # Over before it is drawn: whatever happens, no round is drawn twice.
-            epoch.drawn, epoch.statistics, self._number, self._gather = True, None, number + 1, None
-            released = dict(self._rounds.draw(statistics, number).named_parameters())
+            epoch.drawn, epoch.gathered, self._number, self._gathering = True, None, number + 1, None
+            released = dict(self._rounds.draw(gathered.result(), number).named_parameters())
             _copy_into(own, released)
         except BaseException:
             _copy_into(own, before)  # not a part of the release either
@@ -678,8 +676,8 @@ def check_protocol(
     clipping: str,
     grad_sample_mode: str | None,
     wrap_model: bool,
-) -> tuple[str, str | None]:
-    """Opacus's options in this engine's words: clipping and gradient mode.
+) -> str | None:
+    """Refuse options of Opacus's that have no meaning here; the gradient mode in this engine's words.
 
     Raises:
         ValueError: an option that has no meaning here, with what to use instead.
@@ -700,11 +698,10 @@ def check_protocol(
             f"clipping={clipping!r} has no meaning here: a record's projected gradient has one bound; use 'flat' with "
             "max_grad_norm= or, to have it measured, public_loader="
         )
-    _check.one_of("clipping", clipping, ("flat", "joint"))
+    _check.one_of("clipping", clipping, ("flat",))
     if grad_sample_mode is not None:
         _check.one_of("grad_sample_mode", grad_sample_mode, ("ghost", "hooks", "functorch"))
-    mode = None if grad_sample_mode == "ghost" else grad_sample_mode
-    return ("separate" if clipping == "flat" else clipping), mode
+    return None if grad_sample_mode == "ghost" else grad_sample_mode
 
 
 def unfinished(module: nn.Module) -> Rounds | None:
@@ -789,9 +786,3 @@ def _copy_into(parameters: dict[str, nn.Parameter], values: Mapping[str, Tensor]
     """Move parameters in place."""
     for name, parameter in parameters.items():
         parameter.copy_(values[name])
-
-
-def _one_batch(batch: tuple[Any, Tensor]) -> DataLoader[Any]:
-    """A loader of a single batch."""
-    one: Any = [batch]
-    return DataLoader(one, batch_size=None, collate_fn=loaders.as_it_is)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
 from opacus_expm.mechanism import secure
 
 FILE = Path(__file__).with_name("golden.json")
@@ -42,7 +42,7 @@ def noise():
 def call(engine, epsilon=1.0, radius=0.3, proj_dim=5, **options):
     """``make_private_expm`` with a seeded subspace and seeded noise."""
     model, loader = problem()
-    settings = {"criterion": nn.CrossEntropyLoss(), "projection_seed": 3, "noise_generator": noise(), **options}
+    settings = {"criterion": nn.CrossEntropyLoss(), "projection": Sparse(seed=3), **options}
     return engine.make_private_expm(model, loader, epsilon, radius, proj_dim, **settings)
 
 
@@ -55,7 +55,6 @@ def in_a_loop(engine):
     module, optimizer, criterion, batches = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=loader, target_epsilon=2.0, target_delta=1e-5, epochs=2, max_grad_norm=0.4, radius=0.3, proj_dim=None,
-        noise_generator=noise(),
     )  # fmt: skip
     for _ in range(2):
         for inputs, targets in batches:
@@ -70,9 +69,9 @@ def merged(engine):
     parts = []
     for seed in (0, 1):
         model, loader = problem(seed)
-        options = {"criterion": nn.CrossEntropyLoss(), "projection_seed": 3, "projection": "sparse", **GIVEN}
+        options = {"criterion": nn.CrossEntropyLoss(), "projection": Sparse(seed=3), **GIVEN}
         parts.append(engine.gather(model, loader, 5, **options))
-    return engine.release(parts[0].merge(parts[1]), 1.0, 0.3, noise_generator=noise())
+    return engine.release(parts[0].merge(parts[1]), 1.0, 0.3)
 
 
 def securely(_):
@@ -81,25 +80,26 @@ def securely(_):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure.os, "urandom", stream.randbytes)
         engine = ExpMQuadEngine(secure_mode=True)
-        return call(engine, noise_generator=None, projection="sparse", **GIVEN), engine
+        return call(engine, **GIVEN), engine
 
 
 CASES = {
-    "range, dense": lambda e: call(e, projection="stiefel", **GIVEN),
-    "range, sparse, ridge": lambda e: call(e, projection="sparse", regularization=0.5, **GIVEN),
-    "gaussian": lambda e: call(e, delta=1e-5, regularization=2.0, projection="sparse", **GIVEN),
-    "bought, pure": lambda e: call(e, epsilon=3.0, projection="sparse"),
-    "bought, with delta": lambda e: call(e, epsilon=3.0, delta=1e-5, projection="sparse"),
-    "public bounds": lambda e: call(e, public_loader=problem(7)[1], projection="sparse"),
-    "three rounds, pure": lambda e: call(e, rounds=3, projection="sparse", **GIVEN),
+    "range, dense": lambda e: call(e, projection=Stiefel(seed=3), **GIVEN),
+    "range, sparse, ridge": lambda e: call(e, regularization=0.5, **GIVEN),
+    "gaussian": lambda e: call(e, delta=1e-5, regularization=2.0, **GIVEN),
+    "bought, pure": lambda e: call(e, epsilon=3.0),
+    "bought, with delta": lambda e: call(e, epsilon=3.0, delta=1e-5),
+    "public bounds": lambda e: call(e, public_loader=problem(7)[1]),
+    "three rounds, pure": lambda e: call(e, rounds=3, **GIVEN),
     "two rounds, with delta, public curvature": lambda e: call(
-        e, delta=1e-5, rounds=2, proj_dim=None, projection="preconditioned", public_loader=problem(7)[1], public_rank=6
+        e, delta=1e-5, rounds=2, proj_dim=None, projection=Preconditioned(rank=6, seed=3), public_loader=problem(7)[1]
     ),
     "full space, gradients alone, denoised": lambda e: call(
-        e, delta=1e-5, proj_dim=None, projection="sparse", max_grad_norm=0.4, max_curvature=0.0, denoise=True
+        e, delta=1e-5, proj_dim=None, max_grad_norm=0.4, max_curvature=0.0,
+        projection=Sparse(seed=3, denoise=True)
     ),
     "views": lambda e: call(
-        e, projection="sparse", views=lambda x: [x, -x], max_grad_norm=0.4, max_curvature=0.0
+        e, views=lambda x: [x, -x], max_grad_norm=0.4, max_curvature=0.0
     ),
     "a training loop": in_a_loop,
     "merged parts": merged,
@@ -111,7 +111,7 @@ def found(name):
     """How far the parameters moved, and the ledger's entries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of purchases on so few records
-        engine = ExpMQuadEngine()
+        engine = ExpMQuadEngine(noise_generator=noise())
         module = CASES[name](engine)
         module, engine = module if isinstance(module, tuple) else (module, engine)
     start = problem()[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opacus_expm.experiments.methods import Grid
-from opacus_expm.mechanism.sampling import Gibbs
+from opacus_expm.paper import Gibbs
 
 EPSILONS = (0.1, 1.0, 2.0, 5.0, 10.0, 50.0)
 RADII = (0.01, 0.1, 0.15, 0.5)

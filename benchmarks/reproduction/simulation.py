@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, EXPERIMENTS, METHODS, RADII, RADIUS, TASKS, Effort, Setting
-from opacus_expm import _check
+from opacus_expm import _check, paper
 from opacus_expm.accounting.accountant import NoGuarantee
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments import tasks
@@ -34,7 +34,8 @@ from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.methods import Grid
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.mechanism.sampling import Exact, Gibbs, Sampler
+from opacus_expm.paper import Gibbs
+from opacus_expm.subspaces import Stiefel
 
 _PUBLIC_RECORDS = 5000  # at the most, for our bounds
 _BATCH = 500
@@ -233,20 +234,26 @@ class _Simulations:
         self._pass = None  # before the next statistics are there
         x, y = self._task.public.tensors
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_PUBLIC_RECORDS]
-        source: dict[str, Any] = {"bounds": "paper"}
-        if method == "ours":
-            source = {"public_loader": DataLoader(TensorDataset(x[some], y[some]), batch_size=_BATCH)}
+        loader = DataLoader(self._task.private, batch_size=_BATCH)
+        source: dict[str, Any] = {}
         start = time.perf_counter()
         with _said_already():
+            if method == "ours":
+                source["public_loader"] = DataLoader(TensorDataset(x[some], y[some]), batch_size=_BATCH)
+            else:
+                found = paper.bounds_read_off(self._task.model, loader, self._task.criterion)
+                source |= {"max_grad_norm": found.gradient, "max_curvature": found.curvature}
             statistics = self._engine.gather(
                 self._task.model,
-                DataLoader(self._task.private, batch_size=_BATCH),
+                loader,
                 dim,
                 criterion=self._task.criterion,
-                projection_seed=self._seed,
+                projection=Stiefel(seed=self._seed),
                 progress=False,
                 **source,
             )
+        if method != "ours":
+            statistics = paper.read_off(statistics)
         self._passes[method, dim] = time.perf_counter() - start
         self._pass = (method, dim, statistics)
 
@@ -263,46 +270,44 @@ class _Simulations:
             return value
 
         draws, statistics = self._effort.draws, self._pass[2]
-        options = drawing(cell["method"], self._setting.regularization)
-        sampler: Sampler = self._effort.gibbs if cell["method"] == "paper_not_private" else Exact()
         noise = np.random.default_rng([self._seed, zlib.crc32(repr(sorted(cell.items())).encode())])
+        point = statistics, cell["epsilon"], cell["radius"], evaluate
+        options: dict[str, Any] = {"draws": draws, "regularization": self._setting.regularization}
         start = time.perf_counter()
         with _said_already():
-            values = self._engine.simulate(
-                statistics,
-                cell["epsilon"],
-                cell["radius"],
-                evaluate,
-                draws=draws,
-                sampler=sampler,
-                noise_generator=noise,
-                **options,
-            )
+            if cell["method"] == "ours":
+                values = ExpMQuadEngine(distributed=False, noise_generator=noise).simulate(*point, **options)
+            else:
+                values = paper.simulate(*point, noise, sampler=self._effort.gibbs, **options)
         seconds = time.perf_counter() - start
         return {
             "mean": float(values.mean()),
             "std": float(values.std(ddof=1)) if draws > 1 else 0.0,
-            "stated": stated_epsilon(statistics, cell["epsilon"], cell["radius"], options),
+            "stated": stated_epsilon(
+                statistics, cell["method"], cell["epsilon"], cell["radius"], self._setting.regularization
+            ),
             "draw_seconds": (seconds - scoring) / draws,
             "score_seconds": scoring / draws,
         }
 
 
-def drawing(method: str, regularization: float) -> dict[str, Any]:
-    """How a method calibrates: arguments of ``ExpMQuadEngine.release`` and ``simulate``.
+def stated_epsilon(
+    statistics: Statistics, method: str, epsilon: float, radius: float, regularization: float
+) -> float | None:
+    """The pure ε in a new ledger after one exact release at ε; None where it refuses to state any.
 
     Args:
+        statistics: of one pass.
         method: a key of ``METHODS``.
+        epsilon: ε.
+        radius: R.
         regularization: the paper's λ, for both.
     """
-    ours = _check.one_of("method", method, tuple(METHODS)) == "ours"
-    return {"calibration": "range" if ours else "paper", "regularization": regularization}
-
-
-def stated_epsilon(statistics: Statistics, epsilon: float, radius: float, options: Mapping[str, Any]) -> float | None:
-    """The pure ε in a new ledger after one exact release at ε; None where it refuses to state any."""
     engine = ExpMQuadEngine(distributed=False)
-    engine.release(statistics, epsilon, radius, **options)
+    if _check.one_of("method", method, tuple(METHODS)) == "ours":
+        engine.release(statistics, epsilon, radius, regularization=regularization)
+    else:
+        paper.release(engine.books(), statistics, epsilon, radius, regularization=regularization)
     try:
         return engine.get_epsilon(0.0)
     except NoGuarantee:
@@ -313,7 +318,7 @@ def stated_epsilon(statistics: Statistics, epsilon: float, radius: float, option
 def _said_already() -> Iterator[None]:
     """Without the warnings that ``reproduce`` gave once for all."""
     with warnings.catch_warnings():
-        for message in (r"simulate\(\) draws models", "bounds='paper' reads", "sampler='gibbs' is only"):
+        for message in (r"simulate\(\) draws models", r"bounds_read_off\(\) reads", "Gibbs is only"):
             warnings.filterwarnings("ignore", message=message)
         yield
 

@@ -27,11 +27,14 @@ from opacus_expm import _check
 from opacus_expm.accounting.admission import Admission, PlannedEvent
 from opacus_expm.accounting.composition import Event, Filter, Steps, total_epsilon
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
-from opacus_expm.gathering.clipping import ADJACENCIES, BOUNDS, CLIPPINGS
 from opacus_expm.mechanism import curves
+from opacus_expm.mechanism.sensitivity import ADJACENCIES
 
 NOISES = ("system", "given")
 EXACT_SAMPLERS = ("exact", "secure")
+
+
+BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
 
 
 class BudgetExceeded(ValueError):
@@ -74,7 +77,6 @@ class Release:
         failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
         bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
             data, in which case there is **no guarantee**.
-        clipping: ``"separate"`` or ``"joint"``.
         round: which draw of its plan.
         rounds: how many draws the plan has.
         noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
@@ -99,7 +101,6 @@ class Release:
     sampler: str = "exact"
     failure_probability: float = 0.0
     bounds: str = "given"
-    clipping: str = "separate"
     round: int = 1
     rounds: int = 1
     noise: str = "system"
@@ -120,7 +121,6 @@ class Release:
         for name in ("nominal_size", "proj_dim", "round", "rounds"):
             _check.positive_int(name, getattr(self, name))
         _check.one_of("bounds", self.bounds, BOUNDS)
-        _check.one_of("clipping", self.clipping, CLIPPINGS)
         _check.one_of("noise", self.noise, NOISES)
         for name in ("calibration", "projection", "sampler"):
             if not isinstance(getattr(self, name), str):

@@ -19,12 +19,15 @@ from opacus_expm.baselines import calibrated_noise, dp_sgd, non_private, tensors
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments.cost import Cost, metered
 from opacus_expm.experiments.journal import canonical
-from opacus_expm.experiments.methods import DRAW_SETTINGS, METHODS, Settings, gathering
+from opacus_expm.experiments.methods import DRAW_SETTINGS, METHODS, Settings, arguments, gathering, subspace
 from opacus_expm.experiments.results import check_measured, numbers
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.loaders import rows_loader
+from opacus_expm.gathering.passes import Measurement
+from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.subspaces.projection import PUBLIC_KINDS
+from opacus_expm.rounds import taught
+from opacus_expm.subspaces import Subspace
 
 _PUBLIC_RECORDS = 5000  # of the public data at the most, for bounds and public subspaces
 _BATCH = 500  # records at a time in a pass
@@ -75,29 +78,27 @@ class Cell:
 
 
 class Lab:
-    """What the search and the runs share: an engine, and what it has learnt from the public data."""
+    """What the search and the runs share: public records, and what was learnt from them."""
 
     def __init__(self, task: Task):
         x, y = tensors("public", task.public)
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_PUBLIC_RECORDS]
-        self.engine = ExpMQuadEngine(distributed=False)  # its ledger is not looked at: see the top of the module
+        self._task = task
         self.public_loader = rows_loader(x[some], y[some], _BATCH)
         self.device = next(task.model.parameters()).device
-        self._prepared: dict[str, Cost] = {}
+        self._learned: dict[str, tuple[Subspace, Cost]] = {}
 
-    def prepared(self, data: Settings, settings: Settings) -> Cost:
-        """What the public curvature costs, where the settings need it; the engine computes it once and keeps it."""
-        if settings.get("projection") not in PUBLIC_KINDS:
-            return Cost(0.0)
-        key = canonical([settings.get(name) for name in ("projection", "proj_dim", "public_rank")])
-        if key not in self._prepared:
-            options = {**gathering(settings), **data, "max_grad_norm": 1.0, "max_curvature": 0.0}
-            x, y = next(iter(self.public_loader))
-            options["loader"] = rows_loader(x[:1], y[:1], 1)  # nothing but the curvature
+    def learned(self, settings: Settings) -> tuple[Subspace, Cost]:
+        """The subspace with what it learns from public records, and what that costs; computed once."""
+        key = canonical({name: value for name, value in gathering(settings).items() if not name.startswith("max_")})
+        if key not in self._learned:
+            measurement = Measurement(
+                subspace(settings), settings.get("proj_dim"), criterion=self._task.criterion, progress=False
+            )
             with metered(self.device) as cost:
-                self.engine.gather(**options)
-            self._prepared[key] = cost
-        return self._prepared[key]
+                found = taught(self._task.model, measurement, self.public_loader, Ranks())
+            self._learned[key] = found, cost if measurement.subspace.needs_public_data else Cost(0.0)
+        return self._learned[key]
 
 
 class Bench:
@@ -134,30 +135,29 @@ class Bench:
 
     def _expm(self, cell: Cell) -> Outcome:
         """One release, or many simulated ones."""
-        engine, task = self.lab.engine, self.task
+        task = self.task
+        engine = ExpMQuadEngine(  # its ledger is not looked at: see the top of the module
+            distributed=False, noise_generator=np.random.default_rng([cell.seed, zlib.crc32(cell.key().encode())])
+        )
         data: Settings = {
             "model": task.model,
             "loader": rows_loader(*tensors("private", task.private), _BATCH),
             "criterion": task.criterion,
             "public_loader": self.lab.public_loader,
-            "projection_seed": cell.seed,
             "progress": False,
         }
-        budget: Settings = {
-            "epsilon": cell.epsilon,
-            "delta": 0.0 if cell.method == "expm" else self.delta,
-            "noise_generator": np.random.default_rng([cell.seed, zlib.crc32(cell.key().encode())]),
-        }
-        prepared = self.lab.prepared(data, cell.settings)
+        budget: Settings = {"epsilon": cell.epsilon, "delta": 0.0 if cell.method == "expm" else self.delta}
+        recipe, prepared = self.lab.learned(cell.settings)
+        recipe = recipe.seeded(cell.seed)
         if not cell.shared():
             with metered(self.lab.device) as cost:
-                model = engine.make_private_expm(**data, **budget, **cell.settings)
+                model = engine.make_private_expm(**data, **budget, **arguments(cell.settings, recipe))
             cost += prepared
             return Outcome((task.score(model),), cost.seconds, cost.memory)
         if self._pass is None or self._pass[0] != cell.shared():
             self._pass = None  # before the next statistics are there
             with metered(self.lab.device) as cost:
-                gathered = engine.gather(**data, **gathering(cell.settings))
+                gathered = engine.gather(**data, **arguments(gathering(cell.settings), recipe))
             self._pass = (cell.shared(), gathered, cost)
         _, statistics, passed = self._pass
         settings = {**budget, **{name: value for name, value in cell.settings.items() if name in DRAW_SETTINGS}}

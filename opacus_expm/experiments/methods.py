@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from opacus_expm import _check
+from opacus_expm import _check, subspaces
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments.journal import canonical
+from opacus_expm.subspaces import Subspace
 
 Settings = dict[str, Any]
 Grid = Mapping[str, Sequence[Any]]  # a name → the values to try; all combinations are tried
@@ -63,14 +65,16 @@ QUICK_GRIDS: Mapping[str, Sequence[Grid]] = {  # six candidates for each private
 }
 
 
-_PASS = frozenset(inspect.signature(ExpMQuadEngine.gather).parameters)
+# Settings of the subspace, which the engine takes as an object; a grid names them one by one.
+_SUBSPACE = frozenset({"damping", "rank", "temperature", "denoise"})
+_PASS = frozenset(inspect.signature(ExpMQuadEngine.gather).parameters) | _SUBSPACE
 DRAW_SETTINGS = frozenset(inspect.signature(ExpMQuadEngine.release).parameters)
 # What compare() passes on itself, or what has no part in a comparison at one budget: a grid cannot hold it.
 _TAKEN = {
     *("self", "model", "loader", "dataset", "criterion", "epsilon", "delta", "seed", "batch_size", "public_loader"),
-    *("projection_seed", "noise_generator", "progress", "adjacency", "nominal_size", "bounds", "sampler"),
+    *("progress", "nominal_size", "views"),
 }
-_OURS = frozenset(inspect.signature(ExpMQuadEngine.make_private_expm).parameters) - _TAKEN
+_OURS = (frozenset(inspect.signature(ExpMQuadEngine.make_private_expm).parameters) | _SUBSPACE) - _TAKEN
 # By method: the settings a grid may hold, and those it must.
 _SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "non-private": (frozenset(NON_PRIVATE_GRID), frozenset(NON_PRIVATE_GRID)),
@@ -101,9 +105,20 @@ def combinations(grids: Sequence[Grid], parameters: int) -> list[Settings]:
 
 
 def gathering(settings: Settings) -> Settings:
-    """Those settings that the pass depends on: the radius only where records are clipped by it."""
-    joint = settings.get("clipping") == "joint"
-    return {name: v for name, v in settings.items() if name in _PASS and (joint or name != "radius")}
+    """Those settings that the pass depends on."""
+    return {name: value for name, value in settings.items() if name in _PASS}
+
+
+def subspace(settings: Settings) -> Subspace:
+    """The recipe that the settings describe."""
+    own = {name: settings[name] for name in _SUBSPACE if name in settings}
+    recipe: Any = subspaces.named(settings.get("projection", "sparse"))
+    return cast(Subspace, dataclasses.replace(recipe, **own))
+
+
+def arguments(settings: Settings, recipe: Subspace) -> Settings:
+    """The settings as the engine takes them, with a recipe that may have learned from public data."""
+    return {name: value for name, value in settings.items() if name not in _SUBSPACE} | {"projection": recipe}
 
 
 def checked_grids(

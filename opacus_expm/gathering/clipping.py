@@ -15,7 +15,7 @@ in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,10 +28,8 @@ from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.symmetric import SymmetricSum
+from opacus_expm.mechanism.sensitivity import ADJACENCIES, Sensitivity
 
-ADJACENCIES = ("add_remove", "replace_one")
-CLIPPINGS = ("separate", "joint")
-BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
 DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
@@ -44,87 +42,20 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Sensitivity:
-    """How far one record can move the sums; public.
+class ClippingBounds:
+    """C_g and C_H, settled, with where they came from; public.
 
     Attributes:
-        max_grad_norm: C_g.
-        max_curvature: C_H; 0 where no private curvature is used.
-        parallel: every record's g_i is parallel to the only row of B_i (one output, two classes, or k = 1), which
-            narrows the range; a single batch of other records widens it for all.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        joint_radius: the radius R for which gradient and curvature were clipped jointly, None for separate bounds.
-        projected: the sum of gradients is projected onto a ball (see ``secure``), after which a record's share of it is no
-            longer than it was, but may have turned.
+        max_grad_norm: C_g > 0.
+        max_curvature: C_H ≥ 0; 0 uses no private curvature.
+        source: one of ``BOUNDS``.
+        receipts: names of the purchases, for the ledger that paid (see ``Purchase``).
     """
 
     max_grad_norm: float
     max_curvature: float
-    parallel: bool
-    adjacency: str
-    joint_radius: float | None = None
-    projected: bool = False
-
-    def width(self, radius: float) -> float:
-        """W = sup u − inf u over the ball |ξ| ≤ R, u(ξ) = −ξᵀg − ½ξᵀHξ, over all records within the bounds.
-
-        Let d = ξ−η, s = ξ+η, so u(ξ)−u(η) = −dᵀg − ½dᵀHs. Writing H = ½C_H(I+E) with ‖E‖ ≤ 1, the second term is at
-        most ¼C_H(|d||s| − dᵀs), and −dᵀs = |η|²−|ξ|² ≤ 2R² − ½(|d|²+|s|²) because |η| ≤ R. The sum is largest on
-        |d|²+|s|² = 4R², where it is C_g|d| + ¼C_H|d||s|; with |s| = 2Rx and r = R·C_H/C_g,
-
-            x = r/(1 + √(1+2r²)),   W* = R·C_g·√(1−x²)·(2 + r·x),
-
-        attained when k and the rank of H may be 2 or more. Where g is parallel to the only row of B, a single
-        coordinate t ∈ [−R, R] matters and W₁ = 2RC_g if r ≤ 1, else R·C_g(1+r)²/(2r). Replacing a record is a removal
-        and an addition: at most twice that. After joint clipping W is 2RC_g by construction.
-
-        Once gradients may have turned, W* is due in place of W₁, which is at most 2/√3 times as large (at r = 2); so after
-        joint clipping by W₁ the width is at most 2/√3 of what it was by construction.
-        """
-        turned = self.parallel and self.projected
-        if self.joint_radius is not None:
-            self._check_radius(radius)
-            return self._records() * 2 * radius * self.max_grad_norm * (2 / math.sqrt(3) if turned else 1.0)
-        g, h = torch.tensor([self.max_grad_norm, self.max_curvature], dtype=torch.float64)
-        return self._records() * float(utility_width(g, h, radius, parallel=self.parallel and not turned))
-
-    def _check_radius(self, radius: float) -> None:
-        """Joint clipping fixes the radius."""
-        if radius != self.joint_radius:
-            raise ValueError(
-                f"radius={radius!r} is not the {self.joint_radius!r} for which these statistics were clipped jointly; "
-                "gather again, or use clipping='separate', which serves every radius"
-            )
-
-    def lipschitz(self, radius: float) -> float:
-        """Lipschitz constant on the ball of the change in Σu: C_g + R·C_H, or 2C_g + R·C_H for replace-one.
-
-        (Two curvatures within [0, C_H·I] differ by at most C_H in norm; two gradients by 2C_g.) After joint clipping,
-        |g| + R‖H‖ is largest for g = 0, where ½R²‖H‖ = 2RC_g: 4C_g, or twice that.
-        """
-        if self.joint_radius is not None:
-            self._check_radius(radius)
-            return self._records() * 4 * self.max_grad_norm
-        return self._records() * self.max_grad_norm + radius * self.max_curvature
-
-    def _records(self) -> int:
-        """How many records' worth of gradient a neighbouring data set may change."""
-        return 2 if self.adjacency == "replace_one" else 1
-
-
-def utility_width(gradient_norm: Tensor, curvature_norm: Tensor, radius: float, *, parallel: bool) -> Tensor:
-    """W of a record with |g| and ‖H‖₂ as given (formula and proof in ``Sensitivity.width``); ½R²‖H‖₂ for g = 0."""
-    r = radius * curvature_norm / gradient_norm
-    if parallel:
-        shape = torch.where(r <= 1, 2.0, (1 + r) ** 2 / (2 * r))
-    else:
-        x = r / (1 + torch.sqrt(1 + 2 * r * r))
-        shape = torch.sqrt(1 - x * x) * (2 + r * x)
-    # beyond, r² overflows and the gradient no longer matters
-    steep = (gradient_norm == 0) | (r > 1e100)
-    return torch.where(
-        steep, radius**2 * curvature_norm / 2 + 2 * radius * gradient_norm, radius * gradient_norm * shape
-    )
+    source: str = "given"
+    receipts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -142,13 +73,12 @@ class ClippedSums(PrivateValues):
     max_curvature: float
     parallel: bool
     rank: int = 0
-    joint_radius: float | None = None
 
     def sensitivity(self, adjacency: str, *, projected: bool = False) -> Sensitivity:
         """What one record can change, under the given adjacency; in one dimension a projection turns nothing."""
         _check.one_of("adjacency", adjacency, ADJACENCIES)
         turns = projected and len(self.gradient) > 1
-        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, self.joint_radius, turns)
+        return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, turns)
 
     def packed(self) -> Tensor:
         """G and the upper triangle of S, row by row: k + k(k+1)/2 numbers in float64 on the CPU; private."""
@@ -182,7 +112,6 @@ class ClippedSums(PrivateValues):
             "max_curvature": self.max_curvature,
             "parallel": self.parallel,
             "rank": self.rank,
-            "joint_radius": self.joint_radius,
         }
 
     @classmethod
@@ -195,7 +124,6 @@ class ClippedSums(PrivateValues):
         try:
             k, numbers = _check.positive_int("dim", content["dim"]), content["numbers"]
             with_curvature = len(numbers) != k
-            joint = content["joint_radius"]
             sums = cls(
                 torch.zeros(k, dtype=torch.float64),
                 torch.zeros(0) if with_curvature else None,
@@ -203,7 +131,6 @@ class ClippedSums(PrivateValues):
                 _check.non_negative("max_curvature", content["max_curvature"]),
                 bool(content["parallel"]),
                 int(content["rank"]),
-                None if joint is None else _check.positive("joint_radius", joint),
             )
             sound = numbers.dtype == torch.float64 and bool(numbers.isfinite().all())
             if not sound or len(numbers) != (k + k * (k + 1) // 2 if with_curvature else k):
@@ -252,10 +179,6 @@ class RecordQuadratics(PrivateValues):
         """Norms computed anew from gradients and factors, which a change of type has rounded."""
         return _finite_only(self.gradients, self.factors, parallel=self.parallel)
 
-    def joint_norms(self, radius: float) -> Tensor:
-        """W/(2R) of each record: the norm of a gradient that alone would move the utility as much."""
-        return utility_width(self.gradient_norms, self.curvature_norms, radius, parallel=self.parallel) / (2 * radius)
-
     def bytes(self) -> int:
         """Memory of gradients and factors."""
         return self.gradients.nbytes + (0 if self.factors is None else self.factors.nbytes)
@@ -268,13 +191,13 @@ def record_quadratics(
     targets: Tensor,
     *,
     curvature: bool,
-    curvature_samples: int | None = None,
+    probes: int | None = None,
     pad_to: int | None = None,
 ) -> RecordQuadratics:
     """Each record's projected gradient and Gauss-Newton factor, records that are not finite set to zero.
 
     Without ``curvature``, one backward pass gives the gradient alone. With it, the Jacobian's rows along the criterion's
-    basis give both exactly; or, with ``curvature_samples`` = s, 1 + s backward passes give the gradient and s probes
+    basis give both exactly; or, with ``probes`` = s, 1 + s backward passes give the gradient and s probes
     B = ZᵀMᵀJ/√s with independent signs Z, for which E[BᵀB] = JᵀLJ (the default beyond 64 outputs, and for
     sequences, with s = 8). A probe's H_i is as positive semi-definite as the
     exact one and clipped alike, so the privacy is the same; the signs are drawn afresh for each record, and the
@@ -290,14 +213,14 @@ def record_quadratics(
     outputs, pullback = source.outputs_and_pullback(inputs)
     gradient, factor = _at_outputs(criterion, outputs, targets)
     dtype, parallel = outputs.dtype, False
-    if curvature_samples is None and (outputs.dim() > 2 or outputs.shape[1] > EXACT_OUTPUTS):
-        curvature_samples = DEFAULT_PROBES
+    if probes is None and (outputs.dim() > 2 or outputs.shape[1] > EXACT_OUTPUTS):
+        probes = DEFAULT_PROBES
     if not curvature:
         g, b = pullback(gradient.to(dtype)[:, None]).double()[:, 0], None
-    elif curvature_samples is not None:
-        signs = _signs((*factor.shape[:-2], factor.shape[-1], curvature_samples)).to(factor)
-        probes = (factor @ signs).movedim(-1, 1) / math.sqrt(curvature_samples)
-        rows = pullback(torch.cat([gradient[:, None], probes], dim=1).to(dtype)).double()
+    elif probes is not None:
+        signs = _signs((*factor.shape[:-2], factor.shape[-1], probes)).to(factor)
+        samples = (factor @ signs).movedim(-1, 1) / math.sqrt(probes)
+        rows = pullback(torch.cat([gradient[:, None], samples], dim=1).to(dtype)).double()
         g, b = rows[:, 0], rows[:, 1:]
     else:
         basis = criterion.basis(outputs.shape[1]).to(outputs.device)
@@ -359,70 +282,19 @@ def _finite_only(g: Tensor, b: Tensor | None, *, parallel: bool) -> RecordQuadra
     )
 
 
-def clipped_sums(
-    source: RowSource,
-    criterion: Criterion,
-    pass_over: Iterable[tuple[Any, Tensor]],
-    *,
-    max_grad_norm: float,
-    max_curvature: float,
-    curvature_samples: int | None = None,
-    pad_to: int | None = None,
-    joint_radius: float | None = None,
-    start: ClippedSums | None = None,
-    after_each: Callable[[ClippedAdder, int], None] | None = None,
-) -> ClippedSums:
-    """Clip every record's quadratic and add, over one pass.
+class ClippedAdder:
+    """Clips records' quadratics, |g_i| ≤ C_g and ‖H_i‖₂ ≤ C_H, and adds them up, batch after batch.
 
     Args:
-        source: gatherer of projected rows.
-        criterion: the loss.
-        pass_over: (inputs, targets) that visit every record once.
         max_grad_norm: C_g > 0.
-        max_curvature: C_H ≥ 0; 0 leaves the curvature out and needs one backward pass instead of m.
-        curvature_samples: random probes of the curvature for each record; None computes it exactly.
-        pad_to: public number of records that the network always sees at once, so that a record's rounding does not
-            depend on how many others share its batch.
-        joint_radius: clip gradient and curvature together, for this radius (see ``ClippedAdder``).
-        start: sums of records that were visited earlier, clipped alike.
-        after_each: called after each batch, with the sums so far and the number of the batch's records.
+        max_curvature: C_H ≥ 0; 0 leaves the curvature out.
+        start: sums of records that were visited earlier and clipped in the same way, from which these go on.
 
     **Privacy:** the result is private; its sensitivity is that of the bounds (module docstring).
     """
-    total = ClippedAdder(max_grad_norm, max_curvature, joint_radius, start)
-    for inputs, targets in pass_over:
-        total.add(
-            record_quadratics(
-                source,
-                criterion,
-                inputs,
-                targets,
-                curvature=max_curvature > 0,
-                curvature_samples=curvature_samples,
-                pad_to=pad_to,
-            )
-        )
-        if after_each is not None:
-            after_each(total, len(targets))
-    return total.result()
 
-
-class ClippedAdder:
-    """Clips records' quadratics and adds them up, batch after batch.
-
-    Separately: |g_i| ≤ C_g and ‖H_i‖₂ ≤ C_H. Jointly, for one radius R: both are scaled by min(1, 2RC_g/W_i), W_i being
-    the width of the record's own utility (``utility_width``), so that no utility is wider than 2RC_g; C_H is then 4C_g/R.
-    With ``start``, the sums go on from there.
-    """
-
-    def __init__(
-        self,
-        max_grad_norm: float,
-        max_curvature: float,
-        joint_radius: float | None = None,
-        start: ClippedSums | None = None,
-    ):
-        self._bounds, self._joint_radius = (max_grad_norm, max_curvature), joint_radius
+    def __init__(self, max_grad_norm: float, max_curvature: float, start: ClippedSums | None = None):
+        self._bounds = max_grad_norm, max_curvature
         self._g = None if start is None else start.gradient.clone()
         self._s = None if start is None or start.curvature is None else SymmetricSum.starting_at(start.curvature)
         self._parallel = start is None or start.parallel  # until a batch says otherwise
@@ -430,11 +302,7 @@ class ClippedAdder:
 
     def add(self, records: RecordQuadratics) -> None:
         """Add one batch; factors are left out where max_curvature is 0."""
-        if self._joint_radius is None:
-            scale = _clip(records.gradient_norms, self._bounds[0])
-            scale_h = _clip(records.curvature_norms, self._bounds[1])
-        else:
-            scale = scale_h = _clip(records.joint_norms(self._joint_radius), self._bounds[0])
+        scale, scale_h = map(_clip, (records.gradient_norms, records.curvature_norms), self._bounds)
         g = (records.gradients * scale[:, None]).sum(0)
         self._g = g if self._g is None else self._g + g
         if records.factors is not None and self._bounds[1] > 0:
@@ -451,7 +319,7 @@ class ClippedAdder:
             raise ValueError("loader is empty: it yielded no record")
         parallel = self._parallel or self._g.shape[0] == 1
         curvature = None if self._s is None else self._s.result()
-        return ClippedSums(self._g, curvature, *self._bounds, parallel, self._rank, self._joint_radius)
+        return ClippedSums(self._g, curvature, *self._bounds, parallel, self._rank)
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:

@@ -21,7 +21,6 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.model import (
-    Layout,
     call,
     outputs_of,
     plain_attention,
@@ -30,7 +29,8 @@ from opacus_expm.gathering.model import (
     take,
 )
 from opacus_expm.gathering.randomness import Generators
-from opacus_expm.subspaces.projection import Projection
+from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.layout import Layout
 
 _MAX_ELEMENTS = 2**25  # of the (records, r, p) block: 128 MiB in float32
 

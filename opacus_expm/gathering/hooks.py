@@ -31,9 +31,10 @@ from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule
-from opacus_expm.gathering.model import Layout, call, outputs_of, ran_out_of_memory, synthetic_batch
+from opacus_expm.gathering.model import call, outputs_of, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
-from opacus_expm.subspaces.projection import Projection
+from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.layout import Layout
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
 

@@ -23,13 +23,12 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
-from opacus_expm.subspaces.projection import Projection, Sparse, Stiefel
+from opacus_expm.subspaces.base import Projection
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Rule = Callable[[Tensor, Sequence[Tensor | None]], None]  # (row (B, k) to add to, output gradients of the calls)
 _PIECE_ELEMENTS = 2**20  # of per-sample gradients at a time: 4 MiB in float32, within reach of a cache
-_DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +47,7 @@ class Places:
     def pieces(self, batch: int, layer: nn.Module) -> Iterator[slice]:
         """The records of a batch, a few at a time: as many as keep the layer's per-sample gradients small."""
         size = max((p.numel() for p in layer.parameters(recurse=False) if p in self.starts), default=1)
-        least = 1 if isinstance(self.projection, Sparse) else _DENSE_RECORDS
-        step = max(least, _PIECE_ELEMENTS // max(size, 1))
+        step = max(self.projection.least_records, _PIECE_ELEMENTS // max(size, 1))
         for start in range(0, batch, step):
             yield slice(start, start + step)
 
@@ -82,10 +80,8 @@ def _linear(layer: nn.Linear, activations: list[Tensor], places: Places, rows: i
     x = _positions(activations)
     weight, bias, projection = layer.weight, layer.bias, places.projection
     contracted: Tensor | None = None
-    if isinstance(projection, Stiefel) and weight in places.starts and x.shape[1] == 1 and rows > 1:
-        start = places.starts[weight]
-        a = projection.matrix[start : start + weight.numel()].view(*weight.shape, -1)  # (out, in, k)
-        contracted = torch.einsum("bi,oik->bok", x[:, 0], a)
+    if weight in places.starts and x.shape[1] == 1 and rows > 1:
+        contracted = projection.contracted(x[:, 0], weight.shape, places.starts[weight])
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         d = _positions(_filled(backprops, [x.shape[:-1] for x in activations]))

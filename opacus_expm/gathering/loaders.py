@@ -385,12 +385,12 @@ class Pieces:
         """Records of a piece at the most; None leaves batches whole."""
         return self._smaller or self._largest
 
-    def padded(self, loader: DataLoader[Any]) -> int | None:
+    def padded(self, loader: DataLoader[Any] | None) -> int | None:
         """Records, with copies, of every piece; None where the loader does not say how large its batches are."""
-        size = self._largest or batch_size(loader)
+        size = self._largest or (None if loader is None else batch_size(loader))
         return self._smaller or (None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS)
 
-    def halve(self, loader: DataLoader[Any]) -> bool:
+    def halve(self, loader: DataLoader[Any] | None) -> bool:
         """Take half as many records at a time from now on; False where a single one was too large."""
         size = self.padded(loader)
         if size is None or size == 1:
@@ -442,6 +442,16 @@ def _check_constants(inputs: Any, name: str) -> None:
             )
 
 
+def pieces_of(
+    inputs: Any, targets: Tensor, step: int | None, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[Any, Tensor]]:
+    """A batch on the model's device, in pieces of at most ``step`` records; None leaves it whole."""
+    step = step or max(targets.shape[0], 1)
+    for start in range(0, targets.shape[0], step):
+        piece = slice(start, start + step)
+        yield cast_inputs(take(inputs, piece), device, dtype), targets[piece].to(device)
+
+
 def batches(
     loader: DataLoader[Any],
     *,
@@ -484,10 +494,7 @@ def batches(
             if plain is not loader:
                 _check_constants(inputs, name)
             seen += targets.shape[0]
-            step = max_physical_batch_size or max(targets.shape[0], 1)
-            for start in range(0, targets.shape[0], step):
-                piece = slice(start, start + step)
-                yield cast_inputs(take(inputs, piece), device, dtype), targets[piece].to(device)
+            yield from pieces_of(inputs, targets, max_physical_batch_size, device, dtype)
             bar.update(full)
     if seen == 0:
         raise ValueError(f"{name} is empty: it yielded no record")

@@ -1,6 +1,6 @@
 """Budget and sensitivity → inverse temperature c of the density p(ξ) ∝ exp(−c[ξᵀG + ½ξᵀSξ + ½λN|ξ|²]).
 
-Three calibrations, all of them functions of public numbers only:
+Two calibrations, both functions of public numbers only:
 
 ``range`` (pure ε). Adding or removing one record changes the log-density by c·u(ξ) plus a constant, where u is that
     record's clipped utility. The privacy loss therefore lives in an interval of length c·W (``Sensitivity.width``);
@@ -13,10 +13,6 @@ Three calibrations, all of them functions of public numbers only:
     and ∝ e^{−F′} are at least as hard to tell apart as two unit Gaussians at distance L/√μ_F. Here F is
     cλN-strongly convex and one record changes it by a function with Lipschitz constant c·ℓ, ℓ = C_g + R·C_H
     (``Sensitivity.lipschitz``), so the release is μ-GDP with **μ = ℓ√(c/(λN))**, that is c = λN(μ/ℓ)².
-
-``paper`` (pure, the reference). c = ε/(2(2RC_g + R²C_H)), the source paper's `eq:DeltaU` with its ε/(2ΔU) scaling,
-    with the bounds enforced by clipping. It spends less than ε (half of it, under add/remove); the ledger
-    records what it really spends.
 
 Several draws from one budget (``allowances``) are fixed in advance: of a pure budget each of T draws gets ε/T; of an (ε, δ)
 budget the same μ/√T, where μ is that of (ε, δ), so that √Σμ² is the target exactly.
@@ -32,10 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opacus_expm import _check
-from opacus_expm.gathering.clipping import Sensitivity
 from opacus_expm.mechanism import curves
+from opacus_expm.mechanism.sensitivity import Sensitivity
 
-CALIBRATIONS = ("auto", "range", "gaussian", "paper")
+CALIBRATIONS = ("auto", "range", "gaussian")
 
 # The draw uses c·(1 − 1e-6): it absorbs the rounding of clipping and of long sums, which is not part of the proof.
 _ROUNDING_MARGIN = 1e-6
@@ -107,16 +103,13 @@ def allowances(
     return [pure, gaussian]
 
 
-def cost_whatever_the_bounds(allowance: Allowance, method: str, adjacency: str) -> tuple[float, float]:
+def cost_whatever_the_bounds(allowance: Allowance, method: str) -> tuple[float, float]:
     """(ε_range, μ) of a draw by this calibration, as far as no bound decides on it; infinite where one does.
 
     A draw by range costs the range that was allowed, and one by μ that μ. Its other cost follows from c and the bounds
     (c·W, or ℓ√(c/(λN))). If a bound was bought, that is a function of what was bought: the value found in one run bounds
-    nothing in a run in which another bound came out, so it may not enter a total. The source paper's c = ε/(2ΔU) has a
-    range of at most ε/2 under add/remove, where W ≤ ΔU, and of at most ε under replace-one, where W ≤ 2ΔU.
+    nothing in a run in which another bound came out, so it may not enter a total.
     """
-    if method == "paper":
-        return (allowance.epsilon if adjacency == "replace_one" else allowance.epsilon / 2), math.inf
     return (math.inf, allowance.mu) if method == "gaussian" else (allowance.epsilon_range, math.inf)
 
 
@@ -150,7 +143,9 @@ def default_regularization(
     return max_grad_norm / radius if max_curvature == 0 else rank * max_curvature / proj_dim
 
 
-def check_request(epsilon: float, delta: float, radius: float, regularization: float | None, calibration: str) -> None:
+def check_request(
+    epsilon: float, delta: float, radius: float, regularization: float | None, calibration: str = "auto"
+) -> None:
     """Everything about a request that can be refused before the sensitivity is known.
 
     Raises:
@@ -188,8 +183,8 @@ def calibrate(
         radius: R > 0.
         regularization: λ ≥ 0.
         nominal_size: N, public.
-        calibration: ``"auto"`` takes the better of ``"range"`` and, where δ > 0 and λ > 0, ``"gaussian"``;
-            ``"paper"`` is the source paper's.
+        calibration: ``"auto"``, which the engine uses, takes the better of ``"range"`` and, where δ > 0 and λ > 0,
+            ``"gaussian"``.
 
     Raises:
         ValueError: a value out of range, or ``"gaussian"`` without δ > 0 and λ > 0.
@@ -220,15 +215,11 @@ def calibrate_within(
     _check.positive_int("nominal_size", nominal_size)
     width, lipschitz = sensitivity.width(radius), sensitivity.lipschitz(radius)
     ridge = regularization * nominal_size
-    if calibration == "paper":
-        delta_u = 2 * radius * sensitivity.max_grad_norm + radius**2 * sensitivity.max_curvature
-        candidates = {"paper": allowance.epsilon / (2 * delta_u)}
-    else:
-        candidates = {}
-        if calibration != "gaussian":
-            candidates["range"] = allowance.epsilon_range / width
-        if calibration != "range" and allowance.mu > 0 and ridge > 0:
-            candidates["gaussian"] = ridge * (allowance.mu / lipschitz) ** 2
+    candidates = {}
+    if calibration != "gaussian":
+        candidates["range"] = allowance.epsilon_range / width
+    if calibration != "range" and allowance.mu > 0 and ridge > 0:
+        candidates["gaussian"] = ridge * (allowance.mu / lipschitz) ** 2
     method = max(candidates, key=lambda name: candidates[name])
     c = candidates[method]
     # The target itself where c came from it, so that the ledger shows the round number that was asked for.

@@ -1,8 +1,8 @@
 """Draws from a Gaussian truncated to a ball.
 
-``Exact`` is the default and the only sampler that the privacy guarantee covers; only algorithms with a proof of
-exactness are admitted to it. ``PlainRejection`` and ``Gibbs`` are the source paper's, kept for comparison. All work in
-the eigenbasis and in units of R (see ``density``). "Exact" is a statement about real arithmetic.
+``Exact`` is the only sampler that the privacy guarantee covers; only algorithms with a proof of exactness are admitted to
+it (the source paper's samplers are in ``opacus_expm.paper``). It works in the eigenbasis and in units of R (see
+``density``). "Exact" is a statement about real arithmetic.
 
 **Privacy:** a draw is what the mechanism releases; each one that leaves must be in the ledger. How many proposals it
 took is private and is not reported.
@@ -11,41 +11,17 @@ took is private and is not reported.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from scipy.special import erfcx, ndtr
 
-from opacus_expm import _check
 from opacus_expm.mechanism.density import Array, BallGaussian
 
 _PROPOSAL_ELEMENTS = 2**18  # normals drawn at a time: 2 MiB, which stays in cache
 _FIRST_BATCH = 256  # proposals; twice as many in each further batch
 _SHARP = 31.0  # v of ``_Conditional`` from which on it is used: β₀s₀ ≥ ⅔v − ½ > 20 then
-
-
-def noise_source(noise_generator: torch.Generator | np.random.Generator | None) -> np.random.Generator:
-    """The generator of a draw: fresh entropy of the operating system, unless one is given.
-
-    The global seeds of torch, numpy and random play no part: ``torch.manual_seed(0)`` in a training script must not
-    make the noise predictable. A given torch generator is advanced and seeds a numpy one.
-    """
-    check_noise_generator(noise_generator)
-    if isinstance(noise_generator, torch.Generator):
-        words = torch.randint(2**62, (4,), generator=noise_generator, device=noise_generator.device)
-        return np.random.default_rng(words.tolist())
-    return np.random.default_rng() if noise_generator is None else noise_generator
-
-
-def check_noise_generator(noise_generator: object) -> None:
-    """Raise for anything that ``noise_source`` cannot use."""
-    if noise_generator is not None and not isinstance(noise_generator, torch.Generator | np.random.Generator):
-        raise TypeError(
-            f"noise_generator must be a torch.Generator, a numpy.random.Generator or None, got {noise_generator!r}"
-        )
 
 
 class Sampler(Protocol):
@@ -315,88 +291,3 @@ def truncated_normal(generator: np.random.Generator, p: Array, h: Array, s: Arra
         result[pending[done]] = x[done]
         pending = pending[~done]
     return sign * result
-
-
-@dataclass(frozen=True)
-class PlainRejection:
-    """The paper's rejection: draw from the untilted Gaussian until the draw falls into the ball; hopeless for small R.
-
-    **Privacy:** exact where it succeeds. Giving up is an observation that ε does not cover; ``Exact`` never gives up.
-    """
-
-    max_proposals: int = 1_000_000
-
-    def sample(self, density: BallGaussian, generator: np.random.Generator, draws: int = 1) -> Array:
-        """Draws ξ, one a row.
-
-        Raises:
-            ValueError: the precision is singular, so that there is no untilted Gaussian.
-            RuntimeError: ``max_proposals`` were not enough.
-        """
-        w, b = density.unit()
-        if not np.all(w > 0):
-            raise ValueError(
-                "sampler='rejection' needs a positive definite precision: pass regularization > 0, or sampler='exact'"
-            )
-        rows = min(max(1, _PROPOSAL_ELEMENTS // w.size), self.max_proposals)
-        kept: list[Array] = []
-        missing, left = draws, self.max_proposals
-        while missing > 0:
-            if left <= 0:
-                raise RuntimeError(
-                    f"sampler='rejection' gave up after {self.max_proposals} proposals; use sampler='exact', a larger "
-                    "radius or more regularization"
-                )
-            z = b / w + generator.standard_normal((rows, w.size)) / np.sqrt(w)
-            kept.append(z[np.einsum("ij,ij->i", z, z) <= 1.0][:missing])
-            missing, left = missing - len(kept[-1]), left - rows
-        return density.from_unit(np.concatenate(kept))
-
-
-@dataclass(frozen=True)
-class Gibbs:
-    """The paper's Gibbs sampler, in the eigenbasis: each coordinate is a normal truncated to what the ball leaves.
-
-    All chains start at ξ = 0 and run side by side; a chain gives one draw for every ``thin`` sweeps after ``burn_in``.
-
-    **Privacy:** only asymptotically exact. What it loses in total variation is not covered by ε; it warns.
-
-    Attributes:
-        burn_in: sweeps before the first draw.
-        thin: sweeps between two draws of a chain.
-        chains: number of chains; None runs one for each draw, so that draws are independent.
-    """
-
-    burn_in: int = 200
-    thin: int = 10
-    chains: int | None = None
-
-    def __post_init__(self) -> None:
-        _check.positive_int("burn_in", self.burn_in)
-        _check.positive_int("thin", self.thin)
-        if self.chains is not None:
-            _check.positive_int("chains", self.chains)
-
-    def sample(self, density: BallGaussian, generator: np.random.Generator, draws: int = 1) -> Array:
-        """Draws ξ, one a row, chain after chain."""
-        warnings.warn(
-            "sampler='gibbs' is only asymptotically exact: its error is not covered by epsilon; use sampler='exact' to "
-            "release",
-            UserWarning,
-            stacklevel=2,
-        )
-        w, b = density.unit()
-        chains = min(self.chains or draws, draws)
-        z = np.zeros((w.size, chains))
-        kept: list[Array] = []
-        per_chain = math.ceil(draws / chains)
-        for sweep in range(self.burn_in + (per_chain - 1) * self.thin):
-            squares = np.einsum("ij,ij->j", z, z)
-            for j in range(w.size):
-                rest = np.maximum(squares - z[j] ** 2, 0.0)
-                limit = np.sqrt(np.maximum(1.0 - rest, 1e-300))
-                z[j] = truncated_normal(generator, np.full(chains, w[j]), np.full(chains, b[j]), limit)
-                squares = rest + z[j] ** 2
-            if sweep >= self.burn_in - 1 and (sweep - self.burn_in + 1) % self.thin == 0:
-                kept.append(z.T.copy())
-        return density.from_unit(np.stack(kept, axis=1).reshape(-1, w.size)[:draws])

@@ -1,1 +1,51 @@
-"""Linear maps between the parameters and the subspace in which the mechanism works."""
+"""Linear maps between the parameters and the subspace in which the mechanism works: one map a file, one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opacus_expm import _check
+from opacus_expm.subspaces.base import Projection, Subspace
+from opacus_expm.subspaces.preconditioned import Preconditioned
+from opacus_expm.subspaces.sparse import Sparse
+from opacus_expm.subspaces.stiefel import Stiefel
+
+__all__ = ["Preconditioned", "Projection", "Sparse", "Stiefel", "Subspace", "named", "read"]
+
+_RECIPES: dict[str, type[Sparse | Stiefel | Preconditioned]] = {
+    "sparse": Sparse,
+    "stiefel": Stiefel,
+    "preconditioned": Preconditioned,
+}
+
+
+def named(projection: str | Subspace) -> Subspace:
+    """A recipe by its name, with its own default settings; or the recipe itself.
+
+    Raises:
+        TypeError, ValueError: neither.
+    """
+    if isinstance(projection, str):
+        return _RECIPES[_check.one_of("projection", projection, tuple(_RECIPES))]()
+    if isinstance(projection, type) or not callable(getattr(projection, "build", None)):
+        raise TypeError(
+            f"projection must be one of {tuple(_RECIPES)}, or a subspace such as Sparse(seed=0), got {projection!r}"
+        )
+    return projection
+
+
+def read(content: Any) -> Subspace:
+    """A recipe from what its ``to_dict`` gave.
+
+    Raises:
+        ValueError: missing or unknown entries.
+    """
+    try:
+        if not isinstance(content, Mapping):
+            raise TypeError(f"a mapping is needed, got {type(content).__name__}")
+        if content["kind"] == "preconditioned":
+            return Preconditioned.from_dict(content)
+        return _RECIPES[content["kind"]](**{name: value for name, value in content.items() if name != "kind"})
+    except (KeyError, TypeError) as error:
+        raise ValueError("this is no projection") from error

@@ -21,8 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from opacus_expm.gathering.model import Layout
-from opacus_expm.subspaces.projection import Projection
+from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.layout import Layout
 
 _DRAWS = 64  # of ζ
 _FURTHEST = 10.0  # a tensor in which nothing was seen still moves

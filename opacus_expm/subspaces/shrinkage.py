@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from opacus_expm.gathering.model import Layout
-from opacus_expm.subspaces.projection import FullSpace, Preconditioned, Projection, Scaled, Sparse
+from opacus_expm.subspaces.layout import Layout
 
 Array = npt.NDArray[np.float64]
 
@@ -46,49 +45,47 @@ def public_variance(
     return min(1 / ridge, uniform) if ridge > 0 else uniform
 
 
-def shrunk(coordinates: Array, variance: float, projection: Projection, layout: Layout) -> Array:
-    """The draw with the noise of variance s² taken out, group by group.
-
-    Args:
-        coordinates: ξ as drawn (k,).
-        variance: s².
-        projection: the map A from ξ to the parameters; its eigenvectors, if any, give the bands.
-        layout: of the parameters, whose shapes give the groups of the full space.
-    """
-    if isinstance(projection, Scaled):  # the draw's coordinates are those of parameters in their own units
-        projection = projection.inner
-    base = projection.base if isinstance(projection, Preconditioned) else projection
-    if isinstance(base, Sparse) or base.kind == "stiefel":
-        return _james_stein(coordinates, len(coordinates), variance)
-    if not isinstance(base, FullSpace):  # along public eigenvectors
-        return _by_bands(coordinates, variance)
-    along, rest = np.zeros_like(coordinates), coordinates
-    lost = np.zeros_like(coordinates)  # of each parameter's variance, to the eigenvectors
-    if isinstance(projection, Preconditioned):
-        vectors = projection.vectors  # p × rank: in their own type, not a second time in double precision
-        leading = vectors.T @ torch.from_numpy(coordinates).to(vectors)
-        kept = torch.from_numpy(_by_bands(_array(leading), variance)).to(vectors)
-        along, rest = _array(vectors @ kept), coordinates - _array(vectors @ leading)
-        lost = np.square(_array(torch.linalg.vector_norm(vectors, dim=1)))
-    across = np.empty_like(rest)
-    for part in _outputs(layout):
-        across[part] = _james_stein(rest[part], float((1 - lost[part]).sum()), variance)
-    return along + across
+def in_one_group(coordinates: Array, variance: float) -> Array:
+    """A draw whose coordinates all mean the same, with noise of variance s² taken out."""
+    return _james_stein(coordinates, len(coordinates), variance)
 
 
-def _array(tensor: Tensor) -> Array:
-    """In double precision, on the processor."""
-    return tensor.double().cpu().numpy()
-
-
-def _by_bands(coordinates: Array, variance: float) -> Array:
-    """Bands that grow, since eigenvalues crowd."""
+def by_bands(coordinates: Array, variance: float) -> Array:
+    """A draw along eigenvectors by falling eigenvalue, in bands that grow, since eigenvalues crowd."""
     result, start, width = np.empty_like(coordinates), 0, _FIRST_BAND
     while start < len(coordinates):
         band = slice(start, start + width)
         result[band] = _james_stein(coordinates[band], len(coordinates[band]), variance)
         start, width = start + width, min(2 * width, _LARGEST_BAND)
     return result
+
+
+def by_outputs(coordinates: Array, variance: float, layout: Layout) -> Array:
+    """A draw in the full space, in groups of the parameters of one output."""
+    return _by_outputs(coordinates, np.zeros_like(coordinates), variance, layout)
+
+
+def along_and_across(coordinates: Array, variance: float, layout: Layout, vectors: Tensor) -> Array:
+    """A draw in the full space: by bands along orthonormal vectors (p, rank), by outputs across them."""
+    # p × rank: in their own type, not a second time in double precision
+    leading = vectors.T @ torch.from_numpy(coordinates).to(vectors)
+    kept = torch.from_numpy(by_bands(_array(leading), variance)).to(vectors)
+    lost = np.square(_array(torch.linalg.vector_norm(vectors, dim=1)))  # of each parameter's variance
+    across = _by_outputs(coordinates - _array(vectors @ leading), lost, variance, layout)
+    return _array(vectors @ kept) + across
+
+
+def _by_outputs(coordinates: Array, lost: Array, variance: float, layout: Layout) -> Array:
+    """Groups of outputs, of whose variance a part was lost to other groups."""
+    result = np.empty_like(coordinates)
+    for part in _outputs(layout):
+        result[part] = _james_stein(coordinates[part], float((1 - lost[part]).sum()), variance)
+    return result
+
+
+def _array(tensor: Tensor) -> Array:
+    """In double precision, on the processor."""
+    return tensor.double().cpu().numpy()
 
 
 def _outputs(layout: Layout) -> Iterator[slice]:

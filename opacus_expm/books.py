@@ -1,0 +1,70 @@
+"""What every charge of an engine has in common: the ledger, the adjacency, the noise, and the ranks that share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.gathering.ranks import Ranks
+from opacus_expm.noise import Noise
+
+
+@dataclass(frozen=True, eq=False)
+class Books:
+    """Where charges are written, and by whom.
+
+    Attributes:
+        accountant: the ledger.
+        adjacency: ``"add_remove"`` or ``"replace_one"``.
+        noise: of draws and purchases.
+        ranks: that take part in this call; the leading one charges and draws.
+    """
+
+    accountant: ExpMAccountant
+    adjacency: str
+    noise: Noise
+    ranks: Ranks
+
+    def check(self) -> None:
+        """Refuse what the ledger cannot count, before any data is touched."""
+        self.accountant.check_adjacency(self.adjacency)
+        self.accountant.check_covered(sampler=self.noise.sampler, noise=self.noise.origin)
+
+    def drawn(
+        self, event: Release | Purchase, admission: Admission | None, draw: Callable[[], Tensor], like: Tensor
+    ) -> Tensor:
+        """Charge, then draw, both on the leading rank; what was drawn is on every rank.
+
+        Args:
+            event: what is charged, before anything is drawn.
+            admission: of the plan that it belongs to.
+            draw: called on the leading rank only.
+            like: a tensor of the same shape and type.
+        """
+        found = like
+        if self.ranks.leads:
+            self.accountant.record(event, admission=admission)
+            found = draw()
+        found = self.ranks.from_leader(found)
+        if not self.ranks.leads:  # after the leading rank's own entry
+            self.accountant.note(event, admission=admission)
+        return found
+
+    @contextmanager
+    def together(self, facts: Callable[[], dict[str, object]]) -> Iterator[None]:
+        """A call that every rank makes with the same arguments, and that succeeds or fails on all of them."""
+        with self.ranks.together():
+            self.ranks.same(
+                lambda: {
+                    **facts(),
+                    "adjacency": self.adjacency,
+                    "secure_mode": self.noise.secure,
+                    "the ledger": self.accountant.identity(),
+                }
+            )
+            yield

@@ -1,0 +1,155 @@
+"""What every subspace has in common: the recipe that a user chooses, and the map that is made of it.
+
+With A ∈ R^{p×k}, a map's ``add_projected`` is v → Aᵀv and ``lift`` is ξ → Aξ. Projecting works on any run of consecutive
+coordinates, so that a layer's gradients can be projected and dropped before the next layer's exist.
+
+**Privacy:** a map is computed from a public seed, the shapes of the parameters and possibly public data, never from the
+private data. Gradients and curvature are clipped after it, so the guarantee needs neither orthonormal columns nor an
+exact map.
+
+Random streams are those of numpy's Philox generator, produced on the CPU: the same seed gives the same map in every
+process and on every device (up to rounding for ``Stiefel``, whose columns come from LAPACK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from opacus_expm import _check
+from opacus_expm.subspaces.layout import Layout
+
+Array = npt.NDArray[np.float64]
+
+
+class Projection(Protocol):
+    """A linear map A from R^k to R^p and its transpose, applied block by block."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the construction."""
+
+    @property
+    def seed(self) -> int | None:
+        """Public seed, or None where nothing is random."""
+
+    @property
+    def size(self) -> int:
+        """p, the number of coordinates before projection."""
+
+    @property
+    def dim(self) -> int:
+        """k, the number of coordinates after projection."""
+
+    @property
+    def width(self) -> int:
+        """Number of columns of ``out`` below: k, or more where the map is finished at the end."""
+
+    @property
+    def least_records(self) -> int:
+        """From how many records on a block is projected efficiently: more than one where the map is read as a matrix."""
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Add Aᵀ(rows) to ``out`` (N, width), for rows (N, q) at coordinates start … start+q."""
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """The same for the rows of a table (count, d) at ``start`` in which row ``index[n, t]`` has ``values[n, t]``.
+
+        Equal indices add up; ``values`` is (N, T, d), ``index`` (N, T).
+        """
+
+    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> Tensor | None:
+        """Σ_i inputs[b, i]·A[start + o·I + i] as (B, O, k), for a weight (O, I); None where that saves nothing.
+
+        A linear layer's projected gradient is the product of its output gradient with this, for any number of rows.
+        """
+
+    def finish(self, out: Tensor) -> Tensor:
+        """(…, width) → (…, k), once all coordinates were added."""
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """Aξ ∈ R^p for coordinates ξ ∈ R^k."""
+
+    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
+        """The draw ξ with known noise of this variance taken out (see ``subspaces.shrinkage``)."""
+
+
+class PublicRows(Protocol):
+    """Rows of the Gauss-Newton factors of public records, over all parameters."""
+
+    @property
+    def layout(self) -> Layout:
+        """Where each parameter is."""
+
+    def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
+        """(rows (N, p), number of records) of some records after others, with outputs divided by the temperature."""
+
+
+class Subspace(Protocol):
+    """A recipe for a map: what a user passes as ``projection=``; frozen and public."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the recipe."""
+
+    @property
+    def seed(self) -> int | None:
+        """Public seed of the first round (round t adds t), or None to draw one afresh."""
+
+    @property
+    def denoise(self) -> bool:
+        """Whether known noise is taken out of every draw (see ``subspaces.shrinkage``)."""
+
+    @property
+    def needs_public_data(self) -> bool:
+        """Whether ``learned`` has to be called with public records before ``build``."""
+
+    @property
+    def private_curvature(self) -> bool:
+        """Whether private curvature is gathered unless ``max_curvature=0`` asks for none."""
+
+    def learned(self, public: PublicRows) -> Subspace:
+        """The recipe with what it takes from public records."""
+
+    def seeded(self, seed: int) -> Subspace:
+        """The recipe with this seed."""
+
+    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+        """The map for p = ``size`` parameters and k = ``dim``; None is the full space. Needs a seed.
+
+        Raises:
+            ValueError: k > p, or something that was not learned.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, with the kind; public."""
+
+
+def check_dim(dim: int, size: int) -> None:
+    """Raise unless 1 ≤ k ≤ p."""
+    _check.positive_int("proj_dim", dim)
+    if dim > size:
+        raise ValueError(
+            f"proj_dim must be at most the number of trainable parameters, {size}, got {dim}; "
+            "pass proj_dim=None to work in the full space"
+        )
+
+
+def check_recipe(seed: int | None, denoise: bool) -> None:
+    """Raise for a seed or a flag that is none."""
+    if seed is not None:
+        _check.seed("seed", seed)
+    if not isinstance(denoise, bool):
+        raise TypeError(f"denoise must be True or False, got {denoise!r}")
+
+
+def table(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """The (N, count·d) table whose row ``index[n, t]`` is the sum of its ``values[n, t]``."""
+    size, _, width = values.shape
+    found = values.new_zeros(size, count, width)
+    return found.scatter_add_(1, index[..., None].expand_as(values), values).flatten(1)

@@ -1,0 +1,313 @@
+"""A subspace seen through the curvature of public records, so that one radius and one bound suit all directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_expm import _check
+from opacus_expm.subspaces import shrinkage
+from opacus_expm.subspaces.base import Array, Projection, PublicRows, check_dim, check_recipe, table
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.sparse import Sparse
+from opacus_expm.subspaces.stiefel import Columns
+
+PUBLIC_RANK = 400  # eigenpairs of the public curvature
+PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
+_OVERSAMPLING = 20  # vectors beyond the rank in the randomised decomposition
+_LEAST_DAMPING = 1e-6  # of the largest eigenvalue
+
+
+@dataclass(frozen=True, eq=False)
+class PublicCurvature:
+    """Leading eigenpairs of the Gauss-Newton matrix on public data, per record; public.
+
+    Attributes:
+        eigenvalues: h, descending (rank,).
+        vectors: V, orthonormal columns (p, rank).
+        scales: D, units of the parameters (p,) in which the matrix is taken, which is then DHD; None for H itself.
+    """
+
+    eigenvalues: Tensor = field(repr=False)
+    vectors: Tensor = field(repr=False)
+    scales: Tensor | None = field(default=None, repr=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it is made of, by name."""
+        found = {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
+        return found if self.scales is None else {**found, "scales": self.scales}
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, records: int, rank: int, seed: int) -> PublicCurvature:
+        """From the rows B of BᵀB = Σ_i H_i, by a randomised singular value decomposition: no p × p matrix is built.
+
+        (Halko, Martinsson, Tropp 2011, with two power iterations, as in ``torch.svd_lowrank``.)
+        """
+        rank = min(rank, *rows.shape)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            torch.manual_seed(seed)
+            _, singular, vectors = torch.svd_lowrank(rows, q=min(rank + _OVERSAMPLING, *rows.shape), niter=2)
+        return cls(singular[:rank].double().cpu() ** 2 / records, vectors[:, :rank].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Preconditioned:
+    """The metric of public curvature; ``projection="preconditioned"``. Needs ``public_loader=``.
+
+    Where ``proj_dim`` is None it works in the full space, up to ``rank`` dimensions along the leading eigenvectors, and
+    beyond in a sparse random subspace, always seen through the metric (``PreconditionedMap``). Unless ``max_curvature`` is
+    given, no private curvature is gathered.
+
+    Args:
+        rank: eigenpairs of the public curvature.
+        damping: h₀; None takes the least of the computed eigenvalues, so that beyond them and along them the curvature is
+            the same, but no less than 10⁻⁶ of the largest.
+        temperature: τ ≥ 1, by which outputs are divided where public curvature is computed. A model is surer of public
+            records than it will be of private ones, so that their curvature is too small; ``math.inf`` measures how the
+            outputs move, whatever the model is sure of. Squared errors do not depend on it.
+        scales: public positive numbers by parameter name, 1 where none is given: units in which parameters are measured,
+            so that those with a larger one move further (see ``subspaces.scales``).
+        seed: as in ``Sparse``.
+        denoise: as in ``Sparse``.
+        curvature: what was measured on public data, by ``learned``.
+    """
+
+    rank: int = PUBLIC_RANK
+    damping: float | None = None
+    temperature: float = 1.0
+    scales: Mapping[str, float] | None = None
+    seed: int | None = None
+    denoise: bool = False
+    curvature: PublicCurvature | None = field(default=None, repr=False)
+    kind: str = field(default="preconditioned", init=False, repr=False)
+    private_curvature: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_recipe(self.seed, self.denoise)
+        _check.positive_int("rank", self.rank)
+        if self.damping is not None:
+            _check.positive("damping", self.damping)
+        _check.temperature("temperature", self.temperature)
+        if self.scales is not None and not isinstance(self.scales, Mapping):
+            raise TypeError(
+                f"scales must be a mapping from names of parameters to numbers, got {type(self.scales).__name__}"
+            )
+
+    @property
+    def needs_public_data(self) -> bool:
+        """Until curvature was measured."""
+        return self.curvature is None
+
+    def learned(self, public: PublicRows) -> Preconditioned:
+        """With eigenpairs of the curvature of public records, at most 256 MiB of whose rows take part."""
+        kept: list[Tensor] = []
+        records = size = 0
+        units = None if self.scales is None else public.layout.spread("scales", self.scales)
+        for rows, count in public.curvature_rows(self.temperature):
+            if units is not None:
+                units = units.to(rows)
+                rows = rows * units
+            if kept and size + rows.nbytes > PUBLIC_BYTES:
+                break
+            kept.append(rows)
+            records, size = records + count, size + rows.nbytes
+        found = PublicCurvature.of_rows(torch.cat(kept), records, self.rank, seed=0)
+        return replace(self, curvature=replace(found, scales=units))
+
+    def seeded(self, seed: int) -> Preconditioned:
+        """The recipe with this seed."""
+        return replace(self, seed=seed)
+
+    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+        """The map, of parameters in the units of the curvature."""
+        if self.curvature is None:
+            raise ValueError("projection='preconditioned' needs public curvature: pass public_loader=")
+        if dim is not None:
+            check_dim(dim, size)
+        vectors = self.curvature.vectors.to(device, dtype)
+        base: Projection
+        if dim is not None and dim <= vectors.shape[1]:
+            base = Columns(vectors[:, :dim].contiguous(), None)
+        else:
+            base = Sparse(self.seed).build(size, dim, device, dtype)
+        values = self.curvature.eigenvalues.clamp(min=0)
+        # An eigenvalue that is nothing but rounding would make a metric of nothing but rounding.
+        damping = max(float(values[-1]), _LEAST_DAMPING * float(values[0])) if self.damping is None else self.damping
+        if damping <= 0:
+            raise ValueError("damping must be given: public_loader's records have no curvature")
+        built = PreconditionedMap.through(base, vectors, values.to(device, dtype), damping)
+        scales = self.curvature.scales
+        return built if scales is None else Scaled(built, scales.to(device, dtype))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        found = {
+            "kind": self.kind,
+            "rank": self.rank,
+            "damping": self.damping,
+            "temperature": None if self.temperature == math.inf else self.temperature,
+            "scales": None if self.scales is None else dict(self.scales),
+            "seed": self.seed,
+            "denoise": self.denoise,
+        }
+        tensors = {} if self.curvature is None else self.curvature.tensors()
+        return {**found, "curvature": {name: tensor.cpu() for name, tensor in tensors.items()}}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Preconditioned:
+        """The inverse of ``to_dict``."""
+        facts = {name: value for name, value in content.items() if name != "kind"}
+        temperature = math.inf if facts["temperature"] is None else facts["temperature"]
+        return cls(**{**facts, "temperature": temperature, "curvature": PublicCurvature(**facts["curvature"])})
+
+
+@dataclass(frozen=True)
+class PreconditionedMap:
+    """A = M·P: a projection P seen through public curvature.
+
+    With leading eigenpairs (h, V) of the Gauss-Newton matrix on public data and a damping h₀ > 0,
+
+        M = I − V diag(1 − (1 + h/h₀)^{−1/2}) Vᵀ,
+
+    so that MMᵀ = (I + V diag(h) Vᵀ/h₀)^{−1}: the ball |ξ| ≤ R is a trust region in a damped Newton metric. The columns
+    are not orthonormal and need not be. O(p·rank) memory. Block by block, Pᵀv and Vᵀv are added up side by side, and
+    Aᵀv = Pᵀv − (PᵀV) diag(…) (Vᵀv) is finished at the end.
+    """
+
+    base: Projection
+    vectors: Tensor = field(repr=False)
+    shrinkage: Tensor = field(repr=False)
+    projected_vectors: Tensor = field(repr=False)
+    kind: str = field(default="preconditioned", init=False)
+
+    @classmethod
+    def through(cls, base: Projection, vectors: Tensor, eigenvalues: Tensor, damping: float) -> PreconditionedMap:
+        """From eigenvectors (p, rank) and eigenvalues (rank,)."""
+        shrinkage = 1 - (1 + eigenvalues / damping).rsqrt()
+        projected = vectors.new_zeros(vectors.shape[1], base.width)
+        base.add_projected(projected, vectors.T.contiguous(), 0)
+        return cls(base, vectors, shrinkage.to(vectors), base.finish(projected))
+
+    @property
+    def seed(self) -> int | None:
+        """That of the projection P."""
+        return self.base.seed
+
+    @property
+    def size(self) -> int:
+        """The number of parameters, p."""
+        return self.base.size
+
+    @property
+    def dim(self) -> int:
+        """That of the projection P."""
+        return self.base.dim
+
+    @property
+    def width(self) -> int:
+        """Both parts side by side."""
+        return self.base.dim + self.vectors.shape[1]
+
+    @property
+    def least_records(self) -> int:
+        """The eigenvectors are read as a matrix."""
+        return Columns.least_records
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Add Pᵀv and Vᵀv."""
+        self.base.add_projected(out[:, : self.dim], rows, start)
+        out[:, self.dim :] += rows @ self.vectors[start : start + rows.shape[1]]
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Through the dense table."""
+        self.add_projected(out, table(values, index, count), start)
+
+    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
+        """Two maps side by side are applied one after the other."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Pᵀv − (PᵀV) diag(…) (Vᵀv)."""
+        along = out[..., self.dim :] * self.shrinkage
+        return out[..., : self.dim] - along @ self.projected_vectors
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """The product M(Pξ)."""
+        plain = self.base.lift(coordinates).to(self.vectors)
+        return plain - self.vectors @ (self.shrinkage * (self.vectors.T @ plain))
+
+    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
+        """In the full space by bands along the eigenvectors and by outputs across them; else as the projection P does."""
+        if self.base.kind != "full":
+            return self.base.shrunk(coordinates, variance, layout)
+        return shrinkage.along_and_across(coordinates, variance, layout, self.vectors)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A = D·B: a projection B of parameters measured in units of their own, D = diag(scales) > 0.
+
+    Where one unit of a bias counts for as much as three of a weight, three times as large a step is taken along it, for
+    the same radius and the same bound.
+    """
+
+    inner: Projection
+    scales: Tensor = field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """That of the projection B."""
+        return self.inner.kind
+
+    @property
+    def seed(self) -> int | None:
+        """That of the projection B."""
+        return self.inner.seed
+
+    @property
+    def size(self) -> int:
+        """The number of parameters, p."""
+        return self.inner.size
+
+    @property
+    def dim(self) -> int:
+        """That of the projection B."""
+        return self.inner.dim
+
+    @property
+    def width(self) -> int:
+        """That of the projection B."""
+        return self.inner.width
+
+    @property
+    def least_records(self) -> int:
+        """That of the projection B."""
+        return self.inner.least_records
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Add Bᵀ(D·rows)."""
+        self.inner.add_projected(out, rows * self.scales[start : start + rows.shape[1]], start)
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """The same for looked-up rows."""
+        units = self.scales[start : start + count * values.shape[2]].view(count, -1)
+        self.inner.add_looked_up(out, values * units[index], index, count, start)
+
+    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
+        """Units come before the product."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """As the projection B does."""
+        return self.inner.finish(out)
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """The product D(Bξ)."""
+        return self.scales * self.inner.lift(coordinates).to(self.scales)
+
+    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
+        """The draw's coordinates are those of parameters in their own units."""
+        return self.inner.shrunk(coordinates, variance, layout)
