@@ -25,7 +25,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, _files, audit, engine, swap
+from opacus_expm import ExpMQuadEngine, _files, audit, engine
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, composition, ledger
 from opacus_expm.accounting.accountant import (
@@ -45,6 +45,7 @@ from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import with_views
 from opacus_expm.mechanism import curves, sampling, secure
 from opacus_expm.mechanism.density import BallGaussian
+from opacus_expm.swap import epoch
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -965,7 +966,7 @@ def _seeded_workers(patch):
 
 
 def _seeded_loop(patch):
-    patch.setattr(swap, "freshly", iter)
+    patch.setattr(epoch, "freshly", iter)
 
 
 def _shared_draws(patch):

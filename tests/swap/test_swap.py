@@ -24,7 +24,7 @@ from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Statisti
 from opacus_expm.gathering.clipping import ClippedSums
 from opacus_expm.gathering.collating import Alone
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.swap import PrivateNumber
+from opacus_expm.swap.losses import PrivateNumber
 
 RECORDS, BATCH, FEATURES, CLASSES = 20, 8, 5, 3  # three batches, the last one short
 
@@ -904,7 +904,7 @@ def test_a_counted_loss_keeps_no_batch_alive():
     assert loss._ticket.inputs is None
     assert loss._ticket.targets.numel() == 0
     assert loss._ticket.held == []
-    assert loss._ticket.epoch.statistics is None
+    assert loss._ticket.epoch.gathered is None
 
 
 @pytest.mark.parametrize("what", ["optimizer", "criterion", "loader"])
