@@ -38,6 +38,7 @@ from opacus_expm.accounting.accountant import (
 )
 from opacus_expm.accounting.admission import Admission, PlannedEvent
 from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.audit.findings import synthetic_data
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.gathering import clipping, collating, files, hooks, loaders, statistics
 from opacus_expm.gathering import records as named
@@ -76,7 +77,7 @@ STIFF = Pair(
 
 
 def _holds(model, loader, neighbour, arguments):
-    with audit._synthetic_data():
+    with synthetic_data():
         report = audit.audit_pair(model, loader, neighbour, arguments, draws=2)
     exact = [f for f in report.findings if f.method != "draws"]
     assert all(f.holds for f in exact), report.table()
