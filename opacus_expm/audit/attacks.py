@@ -41,7 +41,7 @@ def lower_bound(first: Array, second: Array, *, delta: float = 0.0, confidence: 
         first: independent scores of releases on the one data set.
         second: independent scores of releases on the other.
         delta: δ of the statement.
-        confidence: probability that the true ε is not below the bound.
+        confidence: probability, at least, that the true ε is not below the bound.
 
     Returns:
         The bound; 0 where the scores tell nothing.
@@ -102,7 +102,7 @@ def black_box(
             draws from each pass, which have the law of a release and are much faster. They are independent only if a pass
             has no randomness of its own, so bounds and projection must be given then, and records must not be random.
         delta: δ of the comparison; that of the arguments by default.
-        confidence: probability that the true ε is not below the bound.
+        confidence: probability, at least, that the true ε is not below the bound.
         subject: a name for the report.
 
     **Privacy:** the report is NOT private, and says so in a warning.
@@ -180,7 +180,7 @@ def black_box_dp_sgd(
         arguments: what ``dp_sgd`` would be called with beside these; at least ``epsilon`` and ``delta``.
         score: a number for a trained model.
         releases: how many models are trained on each data set.
-        confidence: probability that the true ε is not below the bound.
+        confidence: probability, at least, that the true ε is not below the bound.
         seed: of the training runs; None for fresh noise.
         subject: a name for the report.
 
