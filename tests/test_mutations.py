@@ -25,7 +25,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, _files, audit, engine, swap
+from opacus_expm import ExpMQuadEngine, _files, audit, engine
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, composition, ledger
 from opacus_expm.accounting.accountant import (
@@ -38,6 +38,7 @@ from opacus_expm.accounting.accountant import (
 )
 from opacus_expm.accounting.admission import Admission, PlannedEvent
 from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.audit.findings import synthetic_data
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.gathering import clipping, collating, files, hooks, loaders, statistics
 from opacus_expm.gathering import records as named
@@ -45,6 +46,7 @@ from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import with_views
 from opacus_expm.mechanism import curves, sampling, secure
 from opacus_expm.mechanism.density import BallGaussian
+from opacus_expm.swap import epoch
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ STIFF = Pair(
 
 
 def _holds(model, loader, neighbour, arguments):
-    with audit._synthetic_data():
+    with synthetic_data():
         report = audit.audit_pair(model, loader, neighbour, arguments, draws=2)
     exact = [f for f in report.findings if f.method != "draws"]
     assert all(f.holds for f in exact), report.table()
@@ -965,7 +967,7 @@ def _seeded_workers(patch):
 
 
 def _seeded_loop(patch):
-    patch.setattr(swap, "freshly", iter)
+    patch.setattr(epoch, "freshly", iter)
 
 
 def _shared_draws(patch):
