@@ -21,7 +21,7 @@ def test_command_line(exact, code, monkeypatch, capsys):
         "ExpM-Quad, 8 releases",
         "ExpM-Quad, 40 draws",
         "Opacus DP-SGD, 8 runs",
-        "bounds='paper'",
+        "bounds read off the data",
     ):
         assert part in captured.out
     assert captured.out.count("BROKEN") == 1 + code  # the paper's practice always is

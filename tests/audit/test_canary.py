@@ -37,7 +37,7 @@ def test_black_box_of_whole_releases():
 
 def test_black_box_says_what_a_ledger_at_another_delta_states():
     bird = Canary()
-    arguments = {**bird.arguments(1.0), "delta": 1e-5, "regularization": 100.0, "calibration": "gaussian"}
+    arguments = {**bird.arguments(1.0), "delta": 1e-5, "regularization": 100.0}
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         report = audit.black_box(
             bird.model(), *bird.loaders(), arguments, bird.score, releases=400, draws_per_pass=400, delta=0.01

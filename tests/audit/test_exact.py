@@ -6,7 +6,7 @@ import pytest
 from audited import ARGUMENTS, NOT_PRIVATE, by_method, loader_of, regression
 from torch.utils.data import DataLoader, IterableDataset
 
-from opacus_expm import audit
+from opacus_expm import GradSampling, audit
 
 
 def _audit(neighbour=None, **arguments):
@@ -28,7 +28,7 @@ def _audit(neighbour=None, **arguments):
         {},
         {"proj_dim": 3, "projection": "sparse"},
         {"proj_dim": None, "max_curvature": 0.0},
-        {"clipping": "joint", "max_curvature": None},
+        {"proj_dim": 2, "projection": "stiefel"},
         {"delta": 1e-3, "regularization": 1.0},
         {"nominal_size": 1000},
     ],
@@ -66,9 +66,9 @@ class _Stream(IterableDataset):
 
 BAD = {
     "epsilon is missing": ({"epsilon"}, {}, "must hold 'epsilon'"),
-    "a sampler": (set(), {"sampler": "gibbs"}, "must not hold 'sampler'"),
+    "a generator": (set(), {"noise_generator": None}, "must not hold 'noise_generator'"),
     "rounds": (set(), {"rounds": 2}, "rounds must be 1"),
-    "probes": (set(), {"curvature_samples": 2}, "leave curvature_samples out"),
+    "probes": (set(), {"grad_sample_mode": GradSampling(probes=2)}, "leave probes out"),
     "bought bounds": ({"max_curvature"}, {}, "needs public bounds"),
     "no neighbours": (set(), {"adjacency": "replace_one"}, "sizes must agree"),
 }

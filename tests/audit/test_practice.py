@@ -5,7 +5,7 @@ import torch
 from audited import NOT_PRIVATE, line_at_zero, loader_of
 from torch import nn
 
-from opacus_expm import audit
+from opacus_expm import audit, paper
 
 
 def test_bounds_read_off_the_private_data_break_the_claim():
@@ -28,7 +28,6 @@ def test_the_same_data_with_public_bounds_keep_it():
         "regularization": 0.0,
         "max_grad_norm": 1.21,
         "max_curvature": 2.42,
-        "calibration": "paper",
     }
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         report = audit.audit_pair(
@@ -36,3 +35,13 @@ def test_the_same_data_with_public_bounds_keep_it():
         )
     assert report.holds
     assert report.findings[0].found > 0.1
+
+
+@pytest.mark.parametrize("adjacency", audit.pairs.ADJACENCIES)
+def test_the_papers_temperature_spends_what_is_recorded_and_no_more(adjacency):
+    """With enforced bounds the paper's calibration is private: c·W is reached by the worst pair, and never exceeded."""
+    setting = audit.Setting(adjacency=adjacency)
+    calibrated = paper.calibrate(setting.sensitivity(), setting.epsilon, setting.radius)
+    found = audit.worst_pair(setting).loss(calibrated.inverse_temperature).largest()
+    assert 0.95 * calibrated.epsilon_range < found <= calibrated.epsilon_range
+    assert calibrated.epsilon_range <= setting.epsilon * (0.5 if adjacency == "add_remove" else 1.0)

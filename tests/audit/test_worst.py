@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 from audited import NOT_PRIVATE, SOUND, by_method
 
-from opacus_expm import audit, engine
+from opacus_expm import audit, rounds
 from opacus_expm.audit import Report, Setting, worst
 from opacus_expm.mechanism import calibration
 
 SETTINGS = {
     "range": Setting(),
-    "paper": Setting(calibration="paper"),
-    "gaussian": Setting(calibration="gaussian", delta=1e-5, regularization=10.0),
+    "gaussian": Setting(delta=1e-5, regularization=10.0),
 }
 
 
@@ -26,10 +25,7 @@ def test_no_pair_shows_more_than_is_claimed(name, adjacency):
     assert found["draws"].ratio > 0.2
     claims = {f.claimed for f in report.findings}
     assert len(claims) == 1
-    if name == "paper":  # which spends less than what was asked for
-        assert claims.pop() < 0.7
-    else:
-        assert claims.pop() == pytest.approx(1.0, rel=1e-6)
+    assert claims.pop() == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["range", "gaussian"])
@@ -43,7 +39,7 @@ def test_a_temperature_a_little_too_high_is_noticed(name, monkeypatch):
         found = original(*args, **kwargs)
         return dataclasses.replace(found, inverse_temperature=factor * found.inverse_temperature)
 
-    monkeypatch.setattr(engine, "calibrate_within", too_high)
+    monkeypatch.setattr(rounds, "calibrate_within", too_high)
     with pytest.warns(UserWarning, match=NOT_PRIVATE):
         report = audit.audit_pair(*pair.data(), SETTINGS[name].arguments(), draws=10)
     assert not report.holds
@@ -58,9 +54,7 @@ def test_in_many_dimensions_the_worst_pair_comes_as_close():
 
 def test_the_gaussian_claim_is_tight_without_curvature():
     """Far from the edge of the ball the release is a Gaussian mechanism, and nothing is given away."""
-    setting = Setting(
-        calibration="gaussian", delta=1e-5, radius=20.0, max_curvature=0.0, regularization=10.0, proj_dim=1
-    )
+    setting = Setting(delta=1e-5, radius=20.0, max_curvature=0.0, regularization=10.0, proj_dim=1)
     found = by_method(audit.audit_worst(setting, draws=100))["quadrature"]
     assert found.ratio == pytest.approx(1.0, abs=1e-4)
 
@@ -72,6 +66,6 @@ def test_all_calibrations_and_adjacencies_are_in_the_table(monkeypatch):
     found = audit.audit_exact()
     assert {(f.subject.split(",")[0], f.adjacency) for f in found.findings} == {
         (calibration_, adjacency)
-        for calibration_ in ("range", "paper", "gaussian")
+        for calibration_ in ("range", "gaussian")
         for adjacency in ("add_remove", "replace_one")
     }

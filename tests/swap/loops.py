@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, Sparse
+from opacus_expm.noise import Noise
 
 RECORDS, BATCH, FEATURES, CLASSES = 20, 8, 5, 3  # three batches, the last one short
 
@@ -55,8 +56,11 @@ class Loop:
             self.batch(x, y)
 
 
-def make_loop(engine=None, model=None, loader=None, optimizer=None, **changes):
+def make_loop(engine=None, model=None, loader=None, optimizer=None, seed=0, **changes):
+    """A loop with seeded noise, unless a budget refuses it or secure mode has its own."""
     engine = ExpMQuadEngine() if engine is None else engine
+    if not engine.accountant.budget:
+        engine.noise = Noise(np.random.default_rng(seed), engine.secure_mode)
     model = make_model() if model is None else model
     options = {
         "module": model,
@@ -69,7 +73,6 @@ def make_loop(engine=None, model=None, loader=None, optimizer=None, **changes):
         "max_grad_norm": 1.0,
         "radius": 0.3,
         "proj_dim": 4,
-        "projection_seed": 5,
-        "noise_generator": None if engine.accountant.budget else np.random.default_rng(0),
+        "projection": Sparse(seed=5),
     }
     return Loop(engine, *engine.make_private_with_epsilon(**(options | changes)))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from loops import BATCH, RECORDS, flat, make_loader, make_loop, make_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm.gathering.clipping import ClippedSums
+from opacus_expm.gathering.clipping import ClippedAdder
 from opacus_expm.gathering.collating import Alone
 from opacus_expm.mechanism.sampling import Exact
 
@@ -132,7 +132,7 @@ def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clea
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop = make_loop()
-    add = ClippedSums.plus
+    add = ClippedAdder.add
 
     def interrupted(total, more):
         if when == "after":
@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop.batch(*next(iterator))
     x, y = next(iterator)
     with monkeypatch.context() as patched:
-        patched.setattr(ClippedSums, "plus", interrupted)
+        patched.setattr(ClippedAdder, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.batch(x, y)
     with pytest.raises(RuntimeError, match="was broken off: An exception was raised in backward"):

@@ -176,6 +176,6 @@ def test_one_ledger_with_dp_sgd():
 
 
 def test_secure_mode():
-    loop = make_loop(ExpMQuadEngine(secure_mode=True), proj_dim=2, noise_generator=None)
+    loop = make_loop(ExpMQuadEngine(secure_mode=True), proj_dim=2)
     loop.epoch()
     assert loop.engine.accountant.releases[0].sampler == "secure"

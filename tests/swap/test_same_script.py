@@ -12,7 +12,7 @@ from loops import BATCH, flat, make_loader, make_loop, make_model, make_tensors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse
 
 
 class SampleConvNet(nn.Module):
@@ -129,11 +129,15 @@ AGREEMENTS = {
     "with delta": {"epochs": 2, "target_delta": 1e-5},
     "private curvature": {"epochs": 2, "max_curvature": 0.5},
     "small pieces": {"max_physical_batch_size": 3},
-    "joint": {"clipping": "joint", "max_curvature": None},
     "functorch": {"grad_sample_mode": "functorch"},
-    "replace-one": {"adjacency": "replace_one", "calibration": "paper", "regularization": 1.0},
+    "replace-one": {"regularization": 1.0},
     "public bounds": {"max_grad_norm": None, "max_curvature": None, "public_loader": True},
-    "preconditioned": {"epochs": 2, "proj_dim": None, "projection": "preconditioned", "public_loader": True},
+    "preconditioned": {
+        "epochs": 2,
+        "proj_dim": None,
+        "projection": Preconditioned(rank=5, seed=5),
+        "public_loader": True,
+    },
 }
 
 
@@ -142,15 +146,17 @@ def test_a_loop_releases_what_one_call_does(name):
     changes, shuffle = dict(AGREEMENTS[name]), name == "shuffled"
     if "public_loader" in changes:
         changes["public_loader"] = public_loader()
-        changes["public_rank"] = 5
     torch.manual_seed(1)
-    loop = make_loop(loader=make_loader(shuffle=shuffle), **changes)
+    adjacency = "replace_one" if name == "replace-one" else "add_remove"
+    loop = make_loop(ExpMQuadEngine(adjacency=adjacency), loader=make_loader(shuffle=shuffle), **changes)
     for _ in range(changes.get("epochs", 1)):
         loop.epoch()
     delta = changes.pop("target_delta", 0.0)
     changes.pop("grad_sample_mode", None)
-    options = {"max_grad_norm": 1.0, "max_curvature": 0.0, "radius": 0.3, "proj_dim": 4, "projection_seed": 5} | changes
-    engine, model = ExpMQuadEngine(), make_model()
+    options = {"max_grad_norm": 1.0, "max_curvature": 0.0, "radius": 0.3, "proj_dim": 4, "projection": Sparse(seed=5)}
+    options |= changes
+    engine = ExpMQuadEngine(adjacency=adjacency, noise_generator=np.random.default_rng(0))
+    model = make_model()
     torch.manual_seed(1)
     expected = engine.make_private_expm(
         model,
@@ -159,7 +165,6 @@ def test_a_loop_releases_what_one_call_does(name):
         delta=delta,
         criterion=nn.CrossEntropyLoss(),
         rounds=options.pop("epochs", 1),
-        noise_generator=np.random.default_rng(0),
         **options,
     )
     torch.testing.assert_close(flat(loop.module), flat(expected), rtol=0, atol=1e-6)
@@ -170,6 +175,6 @@ def test_a_loop_releases_what_one_call_does(name):
 
 
 def test_another_seed_gives_another_release(clean):
-    loop = make_loop(noise_generator=np.random.default_rng(1))
+    loop = make_loop(seed=1)
     loop.epoch()
     assert not torch.allclose(flat(loop.module), clean, rtol=0, atol=1e-3)

@@ -52,7 +52,7 @@ REFUSED = [
     ({"loader": make_loader(drop_last=True)}, ValueError, "data_loader has drop_last=True"),
     ({"model": make_model().requires_grad_(False)}, ValueError, "no trainable parameter"),
     ({"optimizer": torch.optim.SGD(make_model().parameters())}, ValueError, "parameters that are not the module's"),
-    ({"noise_generator": 3}, TypeError, "noise_generator must be"),
+    ({"noise_generator": 3}, ValueError, "noise_generator belongs to the engine"),
     ({"noise_multiplier": 1.0}, TypeError, "noise_multiplier"),
 ]
 
