@@ -46,7 +46,7 @@ from opacus_expm.baselines import dp_sgd
 from opacus_expm.bounds import Bounds, checked_bounds
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.gathering import loaders
-from opacus_expm.gathering.clipping import ADJACENCIES, Sensitivity
+from opacus_expm.gathering.clipping import Sensitivity
 from opacus_expm.gathering.model import call, check_module, compute_dtype, outputs_of, tensor_digest, working_copy
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import Views
@@ -54,6 +54,7 @@ from opacus_expm.mechanism.calibration import calibrate
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.mechanism.privacy_loss import QUADRATURE_DIM, PrivacyLoss, Quadrature, Sampled
 from opacus_expm.mechanism.sampling import Exact
+from opacus_expm.mechanism.sensitivity import ADJACENCIES
 
 Arguments = Mapping[str, Any]  # of ``make_private_expm``, without model and loader
 Score = Callable[[nn.Module], float]

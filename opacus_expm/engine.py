@@ -28,8 +28,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, _files, swap
-from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied, Purchase, Release
-from opacus_expm.accounting.admission import Admission, PlannedEvent
+from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import PlannedEvent, Purchase, Release
 from opacus_expm.bounds import (
     QUANTILES,
     Bounds,
@@ -41,7 +42,6 @@ from opacus_expm.bounds import (
     warn_if_unreliable,
 )
 from opacus_expm.gathering import loaders
-from opacus_expm.gathering.clipping import ADJACENCIES
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.model import Layout, check_module, check_resolution, digest, tensor_digest
 from opacus_expm.gathering.ranks import Ranks, described
@@ -58,6 +58,7 @@ from opacus_expm.mechanism.calibration import (
 )
 from opacus_expm.mechanism.sampling import Exact, Gibbs, PlainRejection, Sampler, check_noise_generator, noise_source
 from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
+from opacus_expm.mechanism.sensitivity import ADJACENCIES
 from opacus_expm.subspaces.projection import KINDS, PUBLIC_KINDS, PublicCurvature, Subspace
 from opacus_expm.subspaces.shrinkage import public_variance, shrunk
 

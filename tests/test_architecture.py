@@ -21,7 +21,6 @@ LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 15
 
 # (module, what it imports although that is below it in the table)
 ARROWS_UP = {
-    ("accounting.accountant", "gathering.clipping"),
     ("engine", "swap"),
     ("mechanism.calibration", "gathering.clipping"),
     ("subspaces.scales", "gathering.model"),

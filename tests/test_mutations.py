@@ -28,15 +28,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorD
 from opacus_expm import ExpMQuadEngine, _files, audit, engine, swap
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, composition, ledger
-from opacus_expm.accounting.accountant import (
-    BudgetExceeded,
-    ExpMAccountant,
-    NoGuarantee,
-    NotGuaranteed,
-    Purchase,
-    Release,
-)
-from opacus_expm.accounting.admission import Admission, PlannedEvent
+from opacus_expm.accounting.accountant import BudgetExceeded, ExpMAccountant
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import NoGuarantee, NotGuaranteed, PlannedEvent, Purchase, Release
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.bounds import GRID, grid_counts
 from opacus_expm.gathering import clipping, collating, files, hooks, loaders, statistics

@@ -1,8 +1,7 @@
 """The ledger: what was released, and what it cost.
 
-A ``Release`` is an immutable record of public facts; ``ExpMAccountant`` keeps the list and turns it into ε(δ). It is
-registered with Opacus as ``"expm"`` and goes on accepting DP-SGD steps, so that both kinds of training on the same
-data share one total.
+``ExpMAccountant`` keeps the list of events (see ``events``) and turns it into ε(δ). It is registered with Opacus as
+``"expm"`` and goes on accepting DP-SGD steps, so that both kinds of training on the same data share one total.
 """
 
 from __future__ import annotations
@@ -17,200 +16,34 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, overload
 
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
 from opacus_expm import _check
-from opacus_expm.accounting.admission import Admission, PlannedEvent
-from opacus_expm.accounting.composition import Event, Filter, Steps, total_epsilon
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.composition import Filter, total_epsilon
+from opacus_expm.accounting.events import (
+    Cost,
+    Event,
+    NotGuaranteed,
+    PlannedEvent,
+    Purchase,
+    Steps,
+    check_draw,
+    check_guarantee,
+    check_is_event,
+    checked_steps,
+    event_from_dict,
+    is_covered,
+)
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
-from opacus_expm.gathering.clipping import ADJACENCIES, BOUNDS, CLIPPINGS
 from opacus_expm.mechanism import curves
-
-NOISES = ("system", "given")
-EXACT_SAMPLERS = ("exact", "secure")
 
 
 class BudgetExceeded(ValueError):
     """An event would exceed the declared budget; nothing was charged or released."""
-
-
-class NoGuarantee(ValueError):
-    """The ledger holds, or would hold, a draw that ε does not cover: none can be stated, and no budget be kept.
-
-    Its bounds were read off the private data, or its sampler was not exact; or, where there is a budget, its noise came from
-    a generator that was given.
-    """
-
-
-class NotGuaranteed(UserWarning):
-    """The ε that is stated holds only if the noise of every draw is unknown, and a generator was given for some of them."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """One draw that left, or was about to leave: public facts only.
-
-    Attributes:
-        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP. Infinite where the
-            draw was calibrated by μ and a bound was bought before: c·W depends on what was bought then.
-        mu: parameter of Gaussian differential privacy, possibly infinite. One of the two is finite.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        epsilon: budget that was asked for, for all rounds of the plan together.
-        delta: likewise.
-        calibration: which calibration was used.
-        radius: R.
-        regularization: λ.
-        nominal_size: N.
-        max_grad_norm: C_g.
-        max_curvature: C_H.
-        projection: kind of projection.
-        proj_dim: k.
-        seed: public seed of the projection, None where nothing is random.
-        sampler: how the draw was made: ``"exact"`` or ``"secure"``; anything else has **no guarantee**.
-        failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
-        bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
-            data, in which case there is **no guarantee**.
-        clipping: ``"separate"`` or ``"joint"``.
-        round: which draw of its plan.
-        rounds: how many draws the plan has.
-        noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
-            seed others may know: **not guaranteed**. Ledgers that were written before this was recorded are read as
-            ``"system"``.
-    """
-
-    epsilon_range: float
-    mu: float
-    adjacency: str
-    epsilon: float
-    delta: float
-    calibration: str
-    radius: float
-    regularization: float
-    nominal_size: int
-    max_grad_norm: float
-    max_curvature: float
-    projection: str
-    proj_dim: int
-    seed: int | None
-    sampler: str = "exact"
-    failure_probability: float = 0.0
-    bounds: str = "given"
-    clipping: str = "separate"
-    round: int = 1
-    rounds: int = 1
-    noise: str = "system"
-
-    def __post_init__(self) -> None:
-        for name in ("epsilon_range", "mu"):
-            if getattr(self, name) != math.inf:
-                _check.positive(name, getattr(self, name))
-        if self.epsilon_range == self.mu == math.inf:
-            raise ValueError("epsilon_range or mu must be finite: a release has a cost")
-        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        for name in ("epsilon", "radius", "max_grad_norm"):
-            _check.positive(name, getattr(self, name))
-        for name in ("regularization", "max_curvature"):
-            _check.non_negative(name, getattr(self, name))
-        for name in ("delta", "failure_probability"):
-            _check.fraction(name, getattr(self, name))
-        for name in ("nominal_size", "proj_dim", "round", "rounds"):
-            _check.positive_int(name, getattr(self, name))
-        _check.one_of("bounds", self.bounds, BOUNDS)
-        _check.one_of("clipping", self.clipping, CLIPPINGS)
-        _check.one_of("noise", self.noise, NOISES)
-        for name in ("calibration", "projection", "sampler"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
-        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
-            raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite range or μ becomes None."""
-        facts = dataclasses.asdict(self)
-        return facts | {name: None for name in ("epsilon_range", "mu") if math.isinf(facts[name])}
-
-    @classmethod
-    def from_dict(cls, facts: Any) -> Release:
-        """The inverse of ``to_dict``.
-
-        Raises:
-            ValueError: missing or unknown facts, or values that no release can have.
-        """
-        names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(facts, Mapping) or set(facts) | {"noise"} != names:
-            raise ValueError(f"a release has exactly the fields {sorted(names)}")
-        try:
-            return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class Purchase:
-    """A clipping bound bought from the private data as a private quantile: public facts only.
-
-    Attributes:
-        epsilon_range: ε₁, a pure ε.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        bound: ``"max_grad_norm"`` or ``"max_curvature"``.
-        quantile: which quantile was asked for.
-        nominal_size: N.
-        receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
-            were written before there were receipts.
-        noise: as in ``Release``.
-    """
-
-    epsilon_range: float
-    adjacency: str
-    bound: str
-    quantile: float
-    nominal_size: int
-    receipt: str = ""
-    noise: str = "system"
-
-    mu = math.inf
-    failure_probability = 0.0
-    delta = 0.0
-
-    def __post_init__(self) -> None:
-        _check.positive("epsilon_range", self.epsilon_range)
-        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
-        _check.fraction("quantile", self.quantile)
-        _check.positive_int("nominal_size", self.nominal_size)
-        if not isinstance(self.receipt, str):
-            raise TypeError(f"receipt must be a name, got {self.receipt!r}")
-        _check.one_of("noise", self.noise, NOISES)
-
-    @property
-    def epsilon(self) -> float:
-        """What was asked for, which is what it costs."""
-        return self.epsilon_range
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
-
-def _event_from_dict(facts: Any) -> Release | Purchase:
-    """A release, or a purchase, which names a bound.
-
-    Raises:
-        ValueError: missing or unknown facts, or values that no such event can have.
-    """
-    if not isinstance(facts, Mapping) or "bound" not in facts:
-        return Release.from_dict(facts)
-    names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) | {"receipt", "noise"} != names:
-        raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
-    try:
-        return Purchase(**facts)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 class NotCopied:
@@ -255,7 +88,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         super().__init__()
         self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
-        self.releases: list[Release | Purchase] = []
+        self.releases: list[Event] = []
         self._budget: Filter | None = None
         self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
         # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
@@ -285,7 +118,7 @@ class ExpMAccountant(NotCopied, IAccountant):
                 "budget out to go on with it"
             )
 
-    def record(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
+    def record(self, release: Event, *, admission: Admission | None = None) -> None:
         """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
 
         Args:
@@ -299,8 +132,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             BudgetExceeded: it would exceed the budget.
             NoGuarantee: there is a budget, and ε does not cover this draw or an earlier one.
         """
-        if not isinstance(release, Release | Purchase):
-            raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
+        check_is_event(release)
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_countable(release)
@@ -314,7 +146,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self.releases.append(release)
             self._keep_up(release, followed, running)
 
-    def note(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
+    def note(self, release: Event, *, admission: Admission | None = None) -> None:
         """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
 
         Where the ledger is a file, which ranks share, the charge is already in it.
@@ -327,13 +159,13 @@ class ExpMAccountant(NotCopied, IAccountant):
                     self.releases.append(release)
                 self._keep_up(release, followed, running)
 
-    def _followed(self, admission: Admission | None, release: Release | Purchase) -> Admission | None:
+    def _followed(self, admission: Admission | None, release: Event) -> Admission | None:
         """The plan, if the release is the next of its charges."""
         if admission is None or not admission.follows(release, self.releases, self.history):
             return None
         return admission
 
-    def _keep_up(self, release: Release | Purchase, followed: Admission | None, running: Admission | None) -> None:
+    def _keep_up(self, release: Event, followed: Admission | None, running: Admission | None) -> None:
         """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
         if followed is not None:
             followed.charged(release)
@@ -351,7 +183,7 @@ class ExpMAccountant(NotCopied, IAccountant):
 
     def admit(
         self,
-        alternatives: Sequence[Sequence[Event]],
+        alternatives: Sequence[Sequence[Cost]],
         epsilon: float,
         delta: float,
         *,
@@ -407,7 +239,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             return None
         return plan
 
-    def _room(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+    def _room(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
         """Whether these events, and the steps up to here, fit the budget beside what a running plan has reserved."""
         if self.budget is None:
             return True
@@ -418,7 +250,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         rests = [[]] if running is None else running.rest
         return all(admits([*self.releases, *events, *rest], history) for rest in rests)
 
-    def check(self, release: Release | Purchase) -> None:
+    def check(self, release: Event) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         with self._exclusive():
             self._check_adjacency(release.adjacency)
@@ -432,27 +264,27 @@ class ExpMAccountant(NotCopied, IAccountant):
             NoGuarantee: there is a budget, and the sampler is not exact or the noise not the operating system's.
         """
         if self.budget is not None:
-            _check_draw(sampler, noise)
+            check_draw(sampler=sampler, noise=noise)
 
-    def _check_countable(self, *more: Release | Purchase) -> None:
+    def _check_countable(self, *more: Event) -> None:
         """No budget is kept by a ledger for which no ε can be stated without reserve."""
         if self.budget is not None:
-            _check_guarantee([*self.releases, *more], promised=True)
+            check_guarantee([*self.releases, *more], promised=True)
 
     @property
     def guaranteed(self) -> bool:
         """Whether ε covers every entry without reserve: bounds, samplers and noise are all as the proofs need them."""
         self._refresh()
-        return all(map(_is_covered, self.releases))
+        return all(map(is_covered, self.releases))
 
-    def _room_in_the_end(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
+    def _room_in_the_end(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
         """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
         if self._room(events, history, but=but):
             return True
         return self._running(but) is not None and gc.collect() > 0 and self._room(events, history, but=but)
 
     def _check_room(
-        self, events: Sequence[Event], epsilon: float, delta: float, *, but: Admission | None = None
+        self, events: Sequence[Cost], epsilon: float, delta: float, *, but: Admission | None = None
     ) -> None:
         if self.budget is None or self._room_in_the_end(events, self.history, but=but):
             return
@@ -533,7 +365,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             ValueError: the ledger counts replace-one neighbours.
             BudgetExceeded: the step would exceed the budget.
         """
-        noise_multiplier, sample_rate, _ = _steps((noise_multiplier, sample_rate, 1))
+        noise_multiplier, sample_rate, _ = checked_steps((noise_multiplier, sample_rate, 1))
         with self._exclusive():
             self._check_adjacency("add_remove")
             self._check_countable()
@@ -570,7 +402,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         _check.fraction("delta", delta)
         with self._exclusive():
             releases, history = list(self.releases), list(self.history)
-        _check_guarantee(releases)
+        check_guarantee(releases)
         given = sum(event.noise != "system" for event in releases)
         if given:
             warnings.warn(
@@ -618,7 +450,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         saved, runs = state_dict.get("releases"), state_dict.get("history")
         if "mechanism" not in state_dict or not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
             raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
-        releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
+        releases, history = [event_from_dict(facts) for facts in saved], [checked_steps(run) for run in runs]
         _one_adjacency(releases, history)
         budget, claimed = _saved_budget(state_dict.get("budget"))
         with self._exclusive():
@@ -663,21 +495,21 @@ class ExpMAccountant(NotCopied, IAccountant):
         """Make the lists what the file says."""
         if self._file is None:
             return
-        releases: list[Release | Purchase] = []
+        releases: list[Event] = []
         history: list[Steps] = []
         budget: Filter | None = None
         claimed = False
         for entry in self._file.entries():
             try:
                 if "release" in entry:
-                    releases.append(_event_from_dict(entry["release"]))
+                    releases.append(event_from_dict(entry["release"]))
                     claimed = claimed or "claims_delta" in entry
                 elif "budget" in entry:
                     if budget is not None:
                         raise ValueError("a budget is declared once")
                     budget = _budget_from_dict(entry["budget"])
                 else:
-                    run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
+                    run = checked_steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
                     history = _with_step(history, run[0], run[1])
             except (KeyError, TypeError, ValueError) as error:
                 raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
@@ -689,7 +521,7 @@ class ExpMAccountant(NotCopied, IAccountant):
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
-        reserved = sum(not _is_covered(event) for event in self.releases)
+        reserved = sum(not is_covered(event) for event in self.releases)
         reserve = f", not_guaranteed={reserved}" if reserved else ""
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
 
@@ -740,55 +572,7 @@ def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
     )
 
 
-def _steps(run: Any) -> Steps:
-    """A (noise_multiplier, sample_rate, steps) triple that DP-SGD can have left."""
-    if not isinstance(run, tuple | list) or len(run) != 3:
-        raise ValueError(f"a run of DP-SGD steps is (noise_multiplier, sample_rate, steps), got {run!r}")
-    try:
-        rate = _check.positive("sample_rate", run[1])
-        if rate > 1:
-            raise ValueError(f"sample_rate must be at most 1, got {run[1]!r}")
-        return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _check_guarantee(events: Sequence[Release | Purchase], *, promised: bool = False) -> None:
-    """Raise for an event that ε does not cover; where a budget promises it, also for noise that was given."""
-    for event in events:
-        if isinstance(event, Release) and event.bounds == "paper":
-            raise NoGuarantee(
-                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
-                "no epsilon can be stated for this ledger"
-            )
-        sampler = event.sampler if isinstance(event, Release) else "exact"
-        _check_draw(sampler, event.noise if promised else "system")
-
-
-def _check_draw(sampler: str, noise: str) -> None:
-    """Raise for a draw that ε does not cover."""
-    if sampler not in EXACT_SAMPLERS:
-        raise NoGuarantee(
-            f"sampler={sampler!r} is not known to draw exactly, and what it gets wrong is not covered: no epsilon can be "
-            "stated for a ledger with such a release; release with sampler='exact'"
-        )
-    if noise != "system":
-        raise NoGuarantee(
-            "noise_generator cannot be used with a budget, which is a promise: whoever knows the generator's seed knows the "
-            "noise; leave noise_generator out, or use a ledger without a budget for tests and simulations"
-        )
-
-
-def _is_covered(event: Release | Purchase) -> bool:
-    """Whether ε covers an event without reserve."""
-    try:
-        _check_guarantee([event], promised=True)
-    except NoGuarantee:
-        return False
-    return True
-
-
-def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:
+def _one_adjacency(releases: Sequence[Event], history: Sequence[Steps]) -> None:
     """Raise if a saved ledger counts two kinds of neighbours."""
     held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
     if len(held) > 1:

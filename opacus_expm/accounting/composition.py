@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from opacus.accountants.analysis.prv import (
@@ -41,6 +41,7 @@ from opacus.accountants.analysis.prv import (
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy.special import ndtr
 
+from opacus_expm.accounting.events import Cost, Steps
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.density import Array
 
@@ -52,24 +53,6 @@ _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
-
-Steps = tuple[float, float, int]
-
-
-class Event(Protocol):
-    """A release, as far as its cost goes."""
-
-    @property
-    def epsilon_range(self) -> float:
-        """Length of the interval that contains the privacy loss, possibly infinite."""
-
-    @property
-    def mu(self) -> float:
-        """Parameter of Gaussian differential privacy, possibly infinite."""
-
-    @property
-    def failure_probability(self) -> float:
-        """Total variation between what was done and the exact mechanism."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +66,7 @@ class Total:
 _NO_BOUND = Total(math.inf, "no bound at this delta")
 
 
-def total_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
+def total_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ of releases and DP-SGD steps on the same data.
 
     Draws made in secure mode are within a total variation of the exact mechanism; with Σ the sum of these, an (ε, δ)
@@ -107,7 +90,7 @@ def _failure_delta(epsilon: float, failure: float) -> float:
     return (1 + math.exp(min(epsilon, 700.0))) * failure
 
 
-def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
+def _exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ, were every draw exact."""
     pure = math.fsum(e.epsilon_range for e in events)
     candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
@@ -126,7 +109,7 @@ def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
     return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
 
 
-def _basic_epsilon(events: Sequence[Event], delta: float) -> float:
+def _basic_epsilon(events: Sequence[Cost], delta: float) -> float:
     """The one event that gains most from δ by its own curve, the others pure."""
     gains = [(e.epsilon_range - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
     chosen = max(gains)[1]
@@ -134,12 +117,12 @@ def _basic_epsilon(events: Sequence[Event], delta: float) -> float:
     return others + _single_epsilon(events[chosen], delta)
 
 
-def _gaussian_total(events: Sequence[Event]) -> float:
+def _gaussian_total(events: Sequence[Cost]) -> float:
     """√Σμ²."""
     return math.hypot(*(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) for e in events))
 
 
-def _single_epsilon(event: Event, delta: float) -> float:
+def _single_epsilon(event: Cost, delta: float) -> float:
     """ε at δ of one release by its own two curves."""
     gaussian = curves.gaussian_epsilon(event.mu, delta)
     return min(curves.bounded_range_epsilon(event.epsilon_range, delta), gaussian)
@@ -162,7 +145,7 @@ def _step_rdp(noise_multiplier: float, sample_rate: float, orders: tuple[float, 
     return np.atleast_1d(compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders))
 
 
-def _rdp_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+def _rdp_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> float:
     """Rényi composition, converted by Opacus."""
     numbers = Counter((e.epsilon_range, e.mu) for e in events)
     return _convert(np.array([math.fsum(n * _rdp(*e, a) for e, n in numbers.items()) for a in ORDERS]), steps, delta)
@@ -225,7 +208,7 @@ class GaussianPRV:
 Pair = BoundedRangePRV | GaussianPRV
 
 
-def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+def _prv_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> float:
     """Numerical composition by the ranges, or by every μ that is finite, whichever is less."""
     ranges: list[Pair] = [BoundedRangePRV(e.epsilon_range) for e in events]
     mus = [GaussianPRV(e.mu) if math.isfinite(e.mu) else BoundedRangePRV(e.epsilon_range) for e in events]
@@ -309,7 +292,7 @@ class Filter:
     epsilon: float
     delta: float
 
-    def admits(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
+    def admits(self, events: Sequence[Cost], steps: Sequence[Steps]) -> bool:
         """Whether these events together are within the budget."""
         slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
         failure = _failure_delta(self.epsilon, math.fsum(e.failure_probability for e in events))
@@ -334,12 +317,12 @@ class Filter:
         mu = _gaussian_total(events)
         return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share
 
-    def admits_pure(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
+    def admits_pure(self, events: Sequence[Cost], steps: Sequence[Steps]) -> bool:
         """Whether these events together are within the budget by their ranges, without any part of δ."""
         if steps or any(e.failure_probability for e in events):
             return False
         return math.fsum(e.epsilon_range for e in events) <= self.epsilon * (1 + 1e-12)
 
-    def admits_total(self, plan: Sequence[Event]) -> bool:
+    def admits_total(self, plan: Sequence[Cost]) -> bool:
         """Whether a plan that comes first is within the budget by its total."""
         return total_epsilon(plan, [], self.delta).epsilon <= self.epsilon * (1 + 1e-12)

@@ -28,10 +28,9 @@ from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.symmetric import SymmetricSum
+from opacus_expm.mechanism.sensitivity import ADJACENCIES
 
-ADJACENCIES = ("add_remove", "replace_one")
 CLIPPINGS = ("separate", "joint")
-BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
 DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 

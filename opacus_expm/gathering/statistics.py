@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm import _check, paper
 from opacus_expm._private import PrivateValues
+from opacus_expm.accounting.events import BOUNDS
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import (
-    BOUNDS,
     ClippedAdder,
     ClippedSums,
     RecordQuadratics,

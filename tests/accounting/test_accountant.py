@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, NoGuarantee, NotGuaranteed, Purchase, Release
 from opacus_expm.accounting import composition
-from opacus_expm.accounting.admission import PlannedEvent
+from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.gathering.clipping import Sensitivity
 from opacus_expm.mechanism import curves
