@@ -959,7 +959,6 @@ class ExpMQuadEngine(NotCopied):
             sampler=self._sampler_name(draw),
             failure_probability=FAILURE_PROBABILITY if self.secure_mode else 0.0,
             bounds=statistics.bounds,
-            clipping="separate" if sums.joint_radius is None else "joint",
             round=place[0],
             rounds=place[1],
             noise=self._noise(noise_generator),

@@ -207,7 +207,6 @@ FACTS = {
     "sampler": "exact",
     "failure_probability": 0.0,
     "bounds": "given",
-    "clipping": "separate",
     "round": 1,
     "rounds": 1,
     "noise": "system",

@@ -124,7 +124,6 @@ class Release:
         failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
         bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
             data, in which case there is **no guarantee**.
-        clipping: ``"separate"`` or ``"joint"``.
         round: which draw of its plan this is, counted from 1.
         rounds: how many draws the plan has.
         noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
@@ -149,7 +148,6 @@ class Release:
     sampler: str = "exact"
     failure_probability: float = 0.0
     bounds: str = "given"
-    clipping: str = "separate"
     round: int = 1
     rounds: int = 1
     noise: str = "system"
@@ -172,7 +170,6 @@ class Release:
         for name in ("nominal_size", "proj_dim", "round", "rounds"):
             _check.positive_int(name, getattr(self, name))
         _check.one_of("bounds", self.bounds, BOUNDS)
-        _check.one_of("clipping", self.clipping, ("separate", "joint"))
         _check.one_of("noise", self.noise, NOISES)
         for name in ("calibration", "projection", "sampler"):
             if not isinstance(getattr(self, name), str):
@@ -198,9 +195,15 @@ class Release:
     def from_dict(cls, facts: Any) -> Release:
         """The inverse of ``to_dict``.
 
+        Earlier versions also wrote down how gradient and curvature were clipped, separately or jointly. That is passed over,
+        because what such a release cost is in its range and its μ.
+
         Raises:
             ValueError: there are missing or unknown facts, or values that no release can have.
         """
+        if isinstance(facts, Mapping) and "clipping" in facts:
+            _check.one_of("clipping", facts["clipping"], ("separate", "joint"))
+            facts = {name: fact for name, fact in facts.items() if name != "clipping"}
         return _read(cls, facts, later={"noise"})
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import io
 import itertools
@@ -18,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_cases import FACTS, held, release
 from opacus.accountants import RDPAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
@@ -30,133 +30,6 @@ from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.gathering.clipping import Sensitivity
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.calibration import calibrate
-
-FACTS = {
-    "epsilon_range": 1.0,
-    "mu": 0.25,
-    "adjacency": "add_remove",
-    "epsilon": 1.0,
-    "delta": 0.0,
-    "calibration": "range",
-    "radius": 0.5,
-    "regularization": 2.0,
-    "nominal_size": 40,
-    "max_grad_norm": 1.0,
-    "max_curvature": 1.5,
-    "projection": "stiefel",
-    "proj_dim": 5,
-    "seed": 11,
-    "sampler": "exact",
-    "failure_probability": 0.0,
-    "bounds": "given",
-    "clipping": "separate",
-    "round": 2,
-    "rounds": 3,
-    "noise": "system",
-}
-
-
-def release(epsilon=1.0, **changes):
-    """A pure release."""
-    return Release(**(FACTS | {"epsilon_range": epsilon, "epsilon": epsilon, "mu": math.inf} | changes))
-
-
-def held(accountant):
-    """Everything a ledger holds, by value."""
-    return copy.deepcopy((accountant.releases, accountant.history))
-
-
-# --- One release -----------------------------------------------------------------------------------------------------
-
-BAD = {
-    "epsilon_range": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
-    "mu": [0.0, -1.0, math.nan, True, "1", None, 1j, 10**400],
-    "adjacency": ["bounded", "", None, 3],
-    "failure_probability": [-1e-9, 1.0, math.nan, "0", None, False],
-}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [(f, v) for f, values in BAD.items() for v in values], ids=lambda v: str(v)[:9]
-)
-def test_a_release_has_a_cost(field, value):
-    with pytest.raises((TypeError, ValueError), match=field):
-        Release(**(FACTS | {field: value}))
-
-
-def test_one_of_the_two_costs_is_finite():
-    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
-        Release(**FACTS | {"epsilon_range": math.inf, "mu": math.inf})
-    with pytest.raises(ValueError, match="epsilon_range or mu must be finite"):
-        Release.from_dict(FACTS | {"epsilon_range": None, "mu": None})
-
-
-IMPOSSIBLE = {
-    "epsilon": [0.0, math.nan, "1"],
-    "delta": [-0.1, 1.0, None],
-    "radius": [0.0, math.inf, "1"],
-    "regularization": [-1.0, math.nan],
-    "nominal_size": [0, 1.5],
-    "max_grad_norm": [0.0, -1.0],
-    "max_curvature": [-1.0, math.inf],
-    "proj_dim": [0, "5"],
-    "calibration": [None, 3],
-    "projection": [None, 3],
-    "sampler": [None, 3],
-    "seed": [-1, "0", 0.5],
-    "bounds": ["private", "", None],
-    "clipping": ["flat", "", None],
-    "round": [0, -1, 1.5, True],
-    "rounds": [0, -1, "3", None],
-}
-
-
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in IMPOSSIBLE.items() for v in values])
-def test_facts_that_no_release_can_have_are_refused(field, value):
-    """A ledger is read by people: what it says about a release must at least be possible."""
-    with pytest.raises(ValueError, match=field):
-        Release.from_dict(FACTS | {field: value})
-
-
-def test_a_release_is_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        release().epsilon_range = 0.1
-
-
-COSTS = st.one_of(st.just(math.inf), st.floats(1e-9, 1e9))
-
-
-@given(
-    st.tuples(COSTS, COSTS).filter(lambda costs: min(costs) < math.inf),
-    st.sampled_from(["add_remove", "replace_one"]),
-    st.floats(0, 0.99),
-    st.one_of(st.none(), st.integers(0, 2**63)),
-)
-def test_dictionaries_round_trip(costs, adjacency, failure, seed):
-    epsilon_range, mu = costs
-    changes = {"epsilon_range": epsilon_range, "mu": mu, "adjacency": adjacency, "seed": seed}
-    there = release(**changes, failure_probability=failure)
-    facts = there.to_dict()
-    assert set(facts) == {f.name for f in dataclasses.fields(Release)} == set(FACTS)
-    assert Release.from_dict(facts) == there
-    assert Release.from_dict(json.loads(json.dumps(facts, allow_nan=False))) == there
-    assert (facts["mu"] is None) == math.isinf(mu)
-    assert (facts["epsilon_range"] is None) == math.isinf(epsilon_range)
-
-
-@pytest.mark.parametrize("field", sorted(set(FACTS) - {"noise"}))
-def test_dictionaries_with_too_little_are_refused(field):
-    with pytest.raises(ValueError, match="exactly the fields"):
-        Release.from_dict({name: value for name, value in FACTS.items() if name != field})
-
-
-@pytest.mark.parametrize(
-    "facts", [FACTS | {"gradient": [1.0]}, {}, None, [], "release", 3, [("epsilon", 1.0)]], ids=str
-)
-def test_dictionaries_with_anything_else_are_refused(facts):
-    with pytest.raises(ValueError, match="exactly the fields"):
-        Release.from_dict(facts)
-
 
 # --- Charging --------------------------------------------------------------------------------------------------------
 
