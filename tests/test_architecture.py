@@ -26,9 +26,7 @@ ARROWS_UP = {
     ("subspaces.scales", "gathering.model"),
     ("subspaces.shrinkage", "gathering.model"),
 }
-LONG_FILES = {
-    f"opacus_expm/{name}.py" for name in ("accounting/accountant", "audit", "engine", "gathering/statistics", "swap")
-}
+LONG_FILES = {f"opacus_expm/{name}.py" for name in ("audit", "engine", "gathering/statistics", "swap")}
 LONG_FUNCTIONS = {
     "opacus_expm/engine.py:ExpMQuadEngine._draw",
     "opacus_expm/engine.py:ExpMQuadEngine._public_curvature",

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import math
 import os
 import threading
 import warnings
@@ -23,27 +21,29 @@ from opacus.accountants.registry import _ACCOUNTANTS
 
 from opacus_expm import _check
 from opacus_expm.accounting.admission import Admission
-from opacus_expm.accounting.composition import Filter, total_epsilon
+from opacus_expm.accounting.composition import total_epsilon
+from opacus_expm.accounting.contents import (
+    Contents,
+    adjacencies,
+    budget_entry,
+    event_entry,
+    step_entry,
+    with_step,
+)
 from opacus_expm.accounting.events import (
     Cost,
     Event,
     NotGuaranteed,
-    PlannedEvent,
     Purchase,
     Steps,
     check_draw,
     check_guarantee,
     check_is_event,
     checked_steps,
-    event_from_dict,
     is_covered,
 )
-from opacus_expm.accounting.ledger import LedgerError, LedgerFile
-from opacus_expm.mechanism import curves
-
-
-class BudgetExceeded(ValueError):
-    """An event would exceed the declared budget; nothing was charged or released."""
+from opacus_expm.accounting.filters import BudgetExceeded, Filter, Room, checked_budget
+from opacus_expm.accounting.ledger import LedgerFile
 
 
 class NotCopied:
@@ -93,14 +93,14 @@ class ExpMAccountant(NotCopied, IAccountant):
         self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
         # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
         self._begun: Callable[[], Admission | None] = lambda: None
-        declared = None if budget is None else _budget(budget)
+        declared = None if budget is None else checked_budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
         with self._exclusive():
             if declared is not None and self._budget is None:
                 if len(self):
                     _warn_of_a_late_budget(declared, len(self))
                 if self._file is not None:
-                    self._file.append({"budget": dataclasses.asdict(declared)})
+                    self._file.append(budget_entry(declared))
                 self._budget = declared
             self._check_same_budget(declared)
 
@@ -142,7 +142,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             claims = followed is not None and followed.by_total
             self._claimed = self._claimed or claims  # before the charge: an interrupt must not come in between
             if self._file is not None:
-                self._file.append({"release": release.to_dict(), **({"claims_delta": True} if claims else {})})
+                self._file.append(event_entry(release, claims=claims))
             self.releases.append(release)
             self._keep_up(release, followed, running)
 
@@ -197,8 +197,8 @@ class ExpMAccountant(NotCopied, IAccountant):
                 charges bought, if the lists agree up to there, and if one theorem for adaptively chosen mechanisms covers
                 them all: basic composition, where the purchases are pure and every list ends with one draw that is
                 (ε′, δ)-DP; or Gaussian composition, where the n-th charge of every list is μ_n-GDP.
-            epsilon: what was asked for, for the message.
-            delta: likewise.
+            epsilon: the ε that was asked for, for the message.
+            delta: the δ that was asked for, for the message.
             instead_of: a plan that will be given up for this one, so that it reserves nothing any more.
 
         Returns:
@@ -214,7 +214,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_countable()
             by_total = False
             for plan in alternatives:
-                if self._room(plan, self.history, but=instead_of):
+                if self._room(instead_of).fits(plan, self.history):
                     continue
                 if self.budget is None or len(self) or not self.budget.admits_total(plan):
                     self._check_room(plan, epsilon, delta, but=instead_of)
@@ -239,16 +239,12 @@ class ExpMAccountant(NotCopied, IAccountant):
             return None
         return plan
 
-    def _room(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
-        """Whether these events, and the steps up to here, fit the budget beside what a running plan has reserved."""
-        if self.budget is None:
-            return True
+    def _room(self, but: Admission | None = None) -> Room:
+        """What still fits the budget, beside what a running plan has reserved."""
         running = self._running(but)
-        if running is not None and running.by_total:
-            return False
-        admits = self.budget.admits_pure if self._claimed else self.budget.admits
-        rests = [[]] if running is None else running.rest
-        return all(admits([*self.releases, *events, *rest], history) for rest in rests)
+        if running is None:
+            return Room(self.budget, self.releases, self._claimed)
+        return Room(self.budget, self.releases, self._claimed, running.rest, running.by_total)
 
     def check(self, release: Event) -> None:
         """Raise if the release cannot be charged; nothing changes."""
@@ -277,34 +273,27 @@ class ExpMAccountant(NotCopied, IAccountant):
         self._refresh()
         return all(map(is_covered, self.releases))
 
-    def _room_in_the_end(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
-        """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
-        if self._room(events, history, but=but):
+    def _fits(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """Whether these events, and the steps up to here, fit the budget; if need be once abandoned plans are collected.
+
+        A training loop refers to itself, so that one that was abandoned keeps its reservation until it is collected.
+        """
+        if self._room(but).fits(events, history):
             return True
-        return self._running(but) is not None and gc.collect() > 0 and self._room(events, history, but=but)
+        return self._running(but) is not None and gc.collect() > 0 and self._room(but).fits(events, history)
 
     def _check_room(
         self, events: Sequence[Cost], epsilon: float, delta: float, *, but: Admission | None = None
     ) -> None:
-        if self.budget is None or self._room_in_the_end(events, self.history, but=but):
+        """Raise if these events do not fit the budget; ``epsilon`` and ``delta`` are what was asked for."""
+        if self.budget is None or self._fits(events, self.history, but=but):
             return
-        fits = f"a pure release of at most epsilon={self._remaining():g} still fits{self._besides()}"
+        room = self._room()
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
-            f"delta={self.budget.delta:g}; {fits}"
+            f"delta={self.budget.delta:g}; a pure release of at most epsilon={room.remaining(self.history):g} still "
+            f"fits{room.why_less()}"
         )
-
-    def _besides(self) -> str:
-        """Why less may fit than the ledger's charges let one expect, for the message."""
-        running = self._running()
-        if running is not None:
-            return (
-                f" beside a plan that has begun and has {max(map(len, running.rest))} charges to go: let it come to its "
-                "end, or give it up with accountant.give_up()"
-            )
-        if self._claimed:
-            return ". A plan that needed all of delta has begun: what is charged besides has to be pure"
-        return ""
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
@@ -315,20 +304,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_countable()
             if self._running() is not None:
                 gc.collect()  # a training loop that was abandoned holds on to itself
-            return self._remaining()
-
-    def _remaining(self) -> float:
-        if self.budget is None:
-            return math.inf
-        low, high = 0.0, curves.bounded_range_for(self.budget.epsilon, self.budget.delta) * (1 + 1e-9)
-        for _ in range(60):
-            middle = (low + high) / 2
-            admitted = self._room([PlannedEvent(middle)], self.history)
-            low, high = (middle, high) if admitted else (low, middle)
-        if low < 1e-10 * self.budget.epsilon:  # the filter's slack for rounding is not to be spent
-            return 0.0
-        digits = 10.0 ** (5 - math.floor(math.log10(low)))
-        return math.floor(low * digits) / digits
+            return self._room().remaining(self.history)
 
     def check_paid(self, receipts: Set[str]) -> None:
         """Raise if bounds with these receipts were not all bought from this ledger.
@@ -351,10 +327,10 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
-        held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
-        if held - {adjacency}:
+        others = adjacencies(self.releases, self.history) - {adjacency}
+        if others:
             raise ValueError(
-                f"adjacency={adjacency!r} cannot be added to a ledger that counts {(held - {adjacency}).pop()!r}: the "
+                f"adjacency={adjacency!r} cannot be added to a ledger that counts {others.pop()!r}: the "
                 "two notions of a neighbour do not compose; use a ledger (engine) of its own"
             )
 
@@ -369,14 +345,14 @@ class ExpMAccountant(NotCopied, IAccountant):
         with self._exclusive():
             self._check_adjacency("add_remove")
             self._check_countable()
-            history, running = _with_step(self.history, noise_multiplier, sample_rate), self._running()
-            if self.budget is not None and not self._room_in_the_end([], history):
+            history, running = with_step(self.history, noise_multiplier, sample_rate), self._running()
+            if self.budget is not None and not self._fits([], history):
                 raise BudgetExceeded(
                     f"one more DP-SGD step would exceed the budget (epsilon={self.budget.epsilon:g}, "
-                    f"delta={self.budget.delta:g}){self._besides()}"
+                    f"delta={self.budget.delta:g}){self._room().why_less()}"
                 )
             if self._file is not None:
-                self._file.append({"step": {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}})
+                self._file.append(step_entry(noise_multiplier, sample_rate))
             self.history = history
             if running is not None:
                 running.keep_up(self.releases, self.history)
@@ -425,10 +401,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
-        state["releases"] = [r.to_dict() for r in self.releases]
-        state["budget"] = None
-        if self._budget is not None:
-            state["budget"] = {**dataclasses.asdict(self._budget), "claims_delta": self._claimed}
+        state.update(Contents(self.releases, self.history, self._budget, self._claimed).to_state())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -443,28 +416,20 @@ class ExpMAccountant(NotCopied, IAccountant):
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
-        if not isinstance(state_dict, Mapping):
-            raise ValueError(f"a saved ledger is a dictionary, got {type(state_dict).__name__}")
-        if state_dict.get("mechanism", self.mechanism()) != self.mechanism():
-            raise ValueError(f"the state of a {state_dict['mechanism']!r} accountant cannot be loaded into 'expm'")
-        saved, runs = state_dict.get("releases"), state_dict.get("history")
-        if "mechanism" not in state_dict or not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
-            raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
-        releases, history = [event_from_dict(facts) for facts in saved], [checked_steps(run) for run in runs]
-        _one_adjacency(releases, history)
-        budget, claimed = _saved_budget(state_dict.get("budget"))
+        saved = Contents.from_state(state_dict, self.mechanism())
         with self._exclusive():
-            self._check_same_budget(budget)
-            if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
+            self._check_same_budget(saved.budget)
+            if not saved.begins_with(self.releases, self.history):
                 raise ValueError(
                     "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
                     "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
                     "'module_state_dict'"
                 )
-            if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
-                _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
-            self.history, self.releases = history, releases
-            self._budget, self._claimed = budget or self._budget, claimed or self._claimed
+            more = (saved.releases, saved.history) != (self.releases, self.history)
+            if self._budget is not None and saved.budget is None and more:
+                _warn_of_a_late_budget(self._budget, len(saved))
+            self.history, self.releases = saved.history, saved.releases
+            self._budget, self._claimed = saved.budget or self._budget, saved.claimed or self._claimed
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -488,77 +453,16 @@ class ExpMAccountant(NotCopied, IAccountant):
                 yield
                 return
             with self._file.locked():
-                self._read_file()
+                held = Contents.from_file(self._file)
+                self.releases, self.history = held.releases, held.history
+                self._budget, self._claimed = held.budget, held.claimed
                 yield
-
-    def _read_file(self) -> None:
-        """Make the lists what the file says."""
-        if self._file is None:
-            return
-        releases: list[Event] = []
-        history: list[Steps] = []
-        budget: Filter | None = None
-        claimed = False
-        for entry in self._file.entries():
-            try:
-                if "release" in entry:
-                    releases.append(event_from_dict(entry["release"]))
-                    claimed = claimed or "claims_delta" in entry
-                elif "budget" in entry:
-                    if budget is not None:
-                        raise ValueError("a budget is declared once")
-                    budget = _budget_from_dict(entry["budget"])
-                else:
-                    run = checked_steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
-                    history = _with_step(history, run[0], run[1])
-            except (KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
-        try:
-            _one_adjacency(releases, history)
-        except ValueError as error:
-            raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history, self._budget, self._claimed = releases, history, budget, claimed
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
         reserved = sum(not is_covered(event) for event in self.releases)
         reserve = f", not_guaranteed={reserved}" if reserved else ""
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
-
-
-def _budget(budget: tuple[float, float]) -> Filter:
-    """(ε, δ) as a filter."""
-    if not isinstance(budget, tuple) or len(budget) != 2:
-        raise TypeError(f"budget must be a pair (epsilon, delta), got {budget!r}")
-    return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
-
-
-def _budget_from_dict(facts: Any) -> Filter:
-    """A budget as it was saved.
-
-    Raises:
-        ValueError: missing or unknown facts, or no possible budget.
-    """
-    if not isinstance(facts, Mapping) or set(facts) != {"epsilon", "delta"}:
-        raise ValueError("a budget has exactly the fields 'epsilon' and 'delta'")
-    try:
-        return _budget((facts["epsilon"], facts["delta"]))
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _saved_budget(facts: Any) -> tuple[Filter | None, bool]:
-    """The budget of a saved ledger, and whether a plan claims its δ. Ledgers that were saved before they held it have none.
-
-    Raises:
-        ValueError: no possible budget.
-    """
-    if facts is None:
-        return None, False
-    claimed = facts.get("claims_delta") if isinstance(facts, Mapping) else None
-    if not isinstance(claimed, bool):
-        raise ValueError("a saved budget has the fields 'epsilon', 'delta' and 'claims_delta', which is true or false")
-    return _budget_from_dict({name: fact for name, fact in facts.items() if name != "claims_delta"}), claimed
 
 
 def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
@@ -570,39 +474,6 @@ def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
         UserWarning,
         stacklevel=3,
     )
-
-
-def _one_adjacency(releases: Sequence[Event], history: Sequence[Steps]) -> None:
-    """Raise if a saved ledger counts two kinds of neighbours."""
-    held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
-    if len(held) > 1:
-        raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
-
-
-def _begins_with(history: Sequence[Steps], earlier: Sequence[Steps]) -> bool:
-    """Whether runs of DP-SGD steps begin with earlier ones."""
-    after, before = _merged(history), _merged(earlier)
-    if not before or len(after) < len(before):
-        return not before
-    last, same = before.pop(), after[len(before)]
-    return after[: len(before)] == before and same[:2] == last[:2] and same[2] >= last[2]
-
-
-def _merged(history: Sequence[Steps]) -> list[Steps]:
-    """The same runs, with those of one kind that follow each other made one."""
-    runs: list[Steps] = []
-    for noise_multiplier, sample_rate, steps in history:
-        if runs and runs[-1][:2] == (noise_multiplier, sample_rate):
-            steps += runs.pop()[2]
-        runs.append((noise_multiplier, sample_rate, steps))
-    return runs
-
-
-def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:
-    """The history with one more step, merged with the last run where it is of the same kind."""
-    if history and tuple(history[-1][:2]) == (noise_multiplier, sample_rate):
-        return [*history[:-1], (noise_multiplier, sample_rate, history[-1][2] + 1)]
-    return [*history, (noise_multiplier, sample_rate, 1)]
 
 
 if _ACCOUNTANTS.get("expm") is None:  # importing twice must not raise

@@ -3,7 +3,10 @@
 import copy
 import math
 
+from hypothesis import strategies as st
+
 from opacus_expm import Release
+from opacus_expm.accounting.events import PlannedEvent
 
 FACTS = {
     "epsilon_range": 1.0,
@@ -28,10 +31,22 @@ FACTS = {
     "noise": "system",
 }
 
+# What events cost, and runs of DP-SGD steps.
+RELEASES = st.one_of(
+    st.builds(PlannedEvent, st.floats(0.02, 2.0), st.one_of(st.just(math.inf), st.floats(0.05, 1.0))),
+    st.builds(PlannedEvent, st.just(math.inf), st.floats(0.05, 1.0)),
+)
+RUNS = st.tuples(st.floats(0.7, 4.0), st.sampled_from([0.01, 0.1, 0.4, 1.0]), st.integers(1, 5))
+
 
 def release(epsilon=1.0, **changes):
     """A pure release."""
     return Release(**(FACTS | {"epsilon_range": epsilon, "epsilon": epsilon, "mu": math.inf} | changes))
+
+
+def copies(number, epsilon_range, mu=math.inf):
+    """Equal events, as far as their cost goes."""
+    return [PlannedEvent(epsilon_range, mu)] * number
 
 
 def held(accountant):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, NoGuarantee, NotGuaranteed, Purchase, Release
-from opacus_expm.accounting import composition
+from opacus_expm.accounting import composition, filters
 from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.gathering.clipping import Sensitivity
@@ -519,7 +519,7 @@ def test_two_threads_do_not_both_get_the_last_of_a_budget(tmp_path, monkeypatch,
     """The first waits inside its judgement for the second; were there no lock, both would find room."""
     path = None if where == "memory" else tmp_path / "ledger.jsonl"
     accountant, together, refused = ExpMAccountant(budget=(1.0, 1e-5), ledger_path=path), threading.Barrier(2), []
-    admits = composition.Filter.admits
+    admits = filters.Filter.admits
     noise = next(float(s) for s in range(1, 99) if accountant.budget.admits([], [(float(s), 1.0, 1)]))
     assert not accountant.budget.admits([], [(noise, 1.0, 2)])
 
@@ -537,8 +537,8 @@ def test_two_threads_do_not_both_get_the_last_of_a_budget(tmp_path, monkeypatch,
         except BudgetExceeded:
             refused.append(kind)
 
-    monkeypatch.setattr(composition.Filter, "admits", slow)
-    monkeypatch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message, sixty judgements more
+    monkeypatch.setattr(filters.Filter, "admits", slow)
+    monkeypatch.setattr(filters.Room, "remaining", lambda *_: 0.0)  # for the message, sixty judgements more
     threads = [threading.Thread(target=charge) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -591,8 +591,8 @@ LATE = r"declared for a ledger that holds 1 charges already\. They count against
 def test_a_budget_cannot_be_changed():
     accountant = ExpMAccountant(budget=(1.0, 0.0))
     with pytest.raises(AttributeError):
-        accountant.budget = composition.Filter(9.0, 0.0)
-    assert accountant.budget == composition.Filter(1.0, 0.0)
+        accountant.budget = filters.Filter(9.0, 0.0)
+    assert accountant.budget == filters.Filter(1.0, 0.0)
 
 
 def test_a_budget_is_written_into_its_file(tmp_path):
@@ -708,7 +708,7 @@ def test_a_ledger_saved_without_a_budget_counts_against_one():
         assert there.remaining() == remains
         there.load_state_dict(there.state_dict())
         there.load_state_dict(saved)  # nothing new, and nothing to say
-        assert there.budget == composition.Filter(budget, 0.0)
+        assert there.budget == filters.Filter(budget, 0.0)
 
 
 SPENT = st.lists(st.tuples(st.floats(0.01, 0.5), st.one_of(st.just(math.inf), st.floats(0.02, 0.5))), max_size=12)
@@ -730,14 +730,14 @@ def test_what_remains_can_be_spent_and_no_more(epsilon, delta, spent, steps):
     if remains > 0:
         accountant.record(release(remains))
         assert accountant.get_epsilon(0.0) == math.inf or accountant.releases[-1].epsilon == remains
-        assert composition.total_epsilon(accountant.releases, accountant.history, 0.0).epsilon > 0
+        assert filters.total_epsilon(accountant.releases, accountant.history, 0.0).epsilon > 0
 
 
 def test_what_remains_is_rounded_down():
     """A budget under which 0.25·(1 − 5e-10) passes, by a Rényi order, and 0.25 does not."""
     delta, most = 1e-6, 0.25 * (1 - 5e-10)
     events = [release(0.25)] * 40
-    share = delta * composition._SHARE
+    share = delta * filters._SHARE
 
     def converted(last):
         return min(
@@ -745,7 +745,7 @@ def test_what_remains_is_rounded_down():
             + curves.bounded_range_rdp(last, a)
             + math.log(1 / (a * share)) / (a - 1)
             + math.log1p(-1 / a)
-            for a in composition._FILTER_ORDERS
+            for a in filters._ORDERS
         )
 
     accountant = ExpMAccountant(budget=(converted(most) * (1 + 1e-14), delta))
@@ -889,7 +889,7 @@ def test_what_a_plan_by_its_total_leaves_is_pure(how, where, tmp_path):
         accountant.load_state_dict(state)
     assert not is_running(accountant)
     # Without the plan the ledger's conditions would admit another one by μ, and more than one by range.
-    free = composition.Filter(1.0, DELTA)
+    free = filters.Filter(1.0, DELTA)
     assert free.admits([small, by_mu(mu)], [])
     assert free.admits([small, release(0.45), release(0.31)], [])
     for other in (by_mu(mu), release(0.76), release(0.5, failure_probability=1e-15)):

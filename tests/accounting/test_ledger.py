@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release
 from opacus_expm.accounting import ledger
-from opacus_expm.accounting.accountant import BudgetExceeded
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.mechanism.sampling import Exact
 
@@ -618,7 +618,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release, Statistics
-from opacus_expm.accounting.accountant import BudgetExceeded
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.mechanism.sampling import Exact
 
 torch.set_num_threads(1)
