@@ -3,7 +3,10 @@
 import copy
 import math
 
+import torch
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import Release
 from opacus_expm.accounting.events import PlannedEvent
@@ -31,6 +34,8 @@ FACTS = {
     "noise": "system",
 }
 
+DELTA = 1e-5
+
 # What events cost, and runs of DP-SGD steps.
 RELEASES = st.one_of(
     st.builds(PlannedEvent, st.floats(0.02, 2.0), st.one_of(st.just(math.inf), st.floats(0.05, 1.0))),
@@ -52,3 +57,26 @@ def copies(number, epsilon_range, mu=math.inf):
 def held(accountant):
     """Everything a ledger holds, by value."""
     return copy.deepcopy((accountant.releases, accountant.history))
+
+
+# --- a small engine's arguments ------------------------------------------------------------------------------------
+
+FEATURES, RECORDS = 3, 40
+
+
+def make_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def make_loader():
+    x = torch.randn(RECORDS, FEATURES, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection_seed": 0}

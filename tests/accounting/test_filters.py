@@ -10,7 +10,7 @@ from ledger_cases import RELEASES, RUNS, copies
 from opacus_expm.accounting import composition, filters
 from opacus_expm.accounting.composition import total_epsilon
 from opacus_expm.accounting.events import PlannedEvent as Event
-from opacus_expm.accounting.filters import Filter
+from opacus_expm.accounting.filters import Filter, Room
 from opacus_expm.mechanism import curves
 
 
@@ -182,3 +182,41 @@ def test_filters_stop_in_time(epsilon, delta, epsilon_range, mu):
             curves.bounded_range_epsilon(epsilon_range, delta) if n == 1 else math.inf,
         )
         assert cheapest <= epsilon * (1 + 1e-12)
+
+
+# --- Room ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_everything_fits():
+    room = Room(None, copies(9, 100.0), claimed=True)
+    assert room.fits([Event(math.inf, 100.0)], [(0.1, 1.0, 5)])
+    assert room.remaining([]) == math.inf
+
+
+def test_more_fits_until_the_budget_is_spent():
+    room = Room(Filter(1.0, 0.0), copies(2, 0.25))
+    assert room.fits([Event(0.5)], [])
+    assert not room.fits([Event(0.501)], [])
+    assert not room.fits([], [(2.0, 0.1, 1)])
+    assert (room.remaining([]), room.why_less()) == (0.5, "")
+
+
+def test_what_is_reserved_is_not_free():
+    """Whichever list the plan follows, so that the dearest of them counts."""
+    room = Room(Filter(1.0, 0.0), copies(1, 0.25), reserved=[copies(1, 0.25), copies(2, 0.25)])
+    assert room.fits([Event(0.25)], [])
+    assert not room.fits([Event(0.26)], [])
+    assert room.remaining([]) == 0.25
+    assert "has 2 charges to go" in room.why_less()
+
+
+def test_beside_a_plan_that_has_all_of_delta_what_fits_is_pure():
+    budget, charged = Filter(1.0, 1e-5), [Event(0.25, 0.05)]
+    assert Room(budget, charged).fits([Event(math.inf, 0.05)], [])
+    claimed = Room(budget, charged, claimed=True)
+    assert claimed.fits([Event(0.75)], [])
+    assert not claimed.fits([Event(math.inf, 0.05)], [])
+    assert "has to be pure" in claimed.why_less()
+    under_way = Room(budget, charged, claimed=True, reserved=[copies(1, 0.25)], whole=True)
+    assert not under_way.fits([Event(0.1)], [])
+    assert under_way.remaining([]) == 0.0
