@@ -63,7 +63,12 @@ class Admission:
 
 
 def _within(event: Cost, planned: Cost) -> bool:
-    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range."""
+    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range.
+
+    An event that consists of DP-SGD steps has to consist of those that were planned.
+    """
+    if list(event.runs) != list(planned.runs):
+        return False
     slack = 1 + 1e-9
     mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
     cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack

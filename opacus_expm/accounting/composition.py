@@ -72,6 +72,7 @@ def total_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) 
     if not events and not steps:
         return Total(0.0, "nothing released")
     failure = math.fsum(e.failure_probability for e in events)
+    events, steps = with_runs(events, steps)
     if failure > 0:
         pure = math.fsum(e.epsilon_range for e in events)
         candidates = [Total(pure, "pure")] if not steps and failure_delta(pure, failure) <= delta else []
@@ -82,6 +83,11 @@ def total_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) 
     return exact_total(events, steps, delta)
 
 
+def with_runs(events: Sequence[Cost], steps: Sequence[Steps]) -> tuple[list[Cost], list[Steps]]:
+    """The same charges, where events that consist of DP-SGD steps are counted among the steps."""
+    return [e for e in events if not e.runs], [*steps, *(run for e in events for run in e.runs)]
+
+
 def failure_delta(epsilon: float, failure: float) -> float:
     """(1+e^ε)·failure."""
     return (1 + math.exp(min(epsilon, 700.0))) * failure
@@ -89,6 +95,7 @@ def failure_delta(epsilon: float, failure: float) -> float:
 
 def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ, were every draw exact."""
+    events, steps = with_runs(events, steps)
     pure = math.fsum(e.epsilon_range for e in events)
     candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
     if delta > 0:

@@ -1,8 +1,9 @@
 """What can stand in a ledger: immutable events, each made of public facts and of what it cost.
 
 ``Event`` says what every kind of event has. The ledger, composition and filters know events by these properties alone. To
-add a kind, write a frozen dataclass in this file and give it a name in ``KINDS``; no other file changes. DP-SGD steps are
-the exception: Opacus keeps them as (noise_multiplier, sample_rate, steps) triples, and so does the ledger.
+add a kind, write a frozen dataclass in this file and give it a name in ``KINDS``; no other file changes. The steps that
+Opacus's optimizer charges one by one are no events: Opacus keeps them as triples (noise_multiplier, sample_rate, steps), and
+so does the ledger.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class Cost(Protocol):
     def failure_probability(self) -> float:
         """Total variation between what was done and the exact mechanism."""
 
+    @property
+    def runs(self) -> Sequence[Steps]:
+        """The steps of DP-SGD that the event consists of, if it does; its range and its μ do not count then."""
+
 
 class Event(Cost, Protocol):
     """What every kind of event in a ledger has.
@@ -98,6 +103,7 @@ class PlannedEvent:
     epsilon_range: float
     mu: float = math.inf
     failure_probability: float = 0.0
+    runs: tuple[Steps, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ class Release:
     noise: str = "system"
 
     kind = "release"
+    runs = ()
 
     def __post_init__(self) -> None:
         for name in _COSTS:
@@ -231,6 +238,7 @@ class Purchase:
     noise: str = "system"
 
     kind = "purchase"
+    runs = ()
     mu = math.inf
     failure_probability = 0.0
     delta = 0.0

@@ -18,6 +18,7 @@ from opacus_expm.accounting.composition import (
     release_rdp,
     steps_rdp,
     total_epsilon,
+    with_runs,
 )
 from opacus_expm.accounting.events import Cost, PlannedEvent, Steps
 from opacus_expm.mechanism import curves
@@ -69,6 +70,7 @@ class Filter:
         """Whether these events together are within the budget."""
         slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
         failure = failure_delta(self.epsilon, math.fsum(e.failure_probability for e in events))
+        events, steps = with_runs(events, steps)
         first = len(events) == 1 and not steps and failure <= self.delta
         if first and exact_total(events, [], self.delta - failure).epsilon <= slack:
             return True
@@ -92,7 +94,7 @@ class Filter:
 
     def admits_pure(self, events: Sequence[Cost], steps: Sequence[Steps]) -> bool:
         """Whether these events together are within the budget by their ranges, without any part of δ."""
-        if steps or any(e.failure_probability for e in events):
+        if steps or any(e.runs or e.failure_probability for e in events):
             return False
         return math.fsum(e.epsilon_range for e in events) <= self.epsilon * (1 + 1e-12)
 

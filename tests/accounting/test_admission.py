@@ -333,6 +333,15 @@ def test_a_range_may_stand_for_the_mu_that_was_planned():
         accountant.record(release(2 * curves.bounded_range_within(mu)), admission=admission)
 
 
+def test_steps_that_were_planned_are_the_steps_that_follow():
+    planned = PlannedEvent(math.inf, runs=((2.0, 0.05, 10),))
+    admission = ExpMAccountant(budget=(2.0, DELTA)).admit([[planned]], 2.0, DELTA)
+    assert admission.follows(planned, [], [])
+    for other in ((2.0, 0.05, 11), (1.9, 0.05, 10), (2.0, 0.06, 10)):
+        assert not admission.follows(PlannedEvent(math.inf, runs=(other,)), [], [])
+    assert not admission.follows(PlannedEvent(0.1), [], [])
+
+
 def test_alternatives_are_not_mixed():
     """What was charged rules out the alternatives that it does not belong to."""
     first = [PlannedEvent(0.2), PlannedEvent(0.8)]

@@ -440,6 +440,17 @@ def test_splitting_a_run_does_not_matter(event, run, delta):
 
 
 @SLOW
+@given(st.lists(RELEASES, max_size=2), st.lists(RUNS, min_size=1, max_size=2), st.floats(1e-8, 1e-2))
+def test_an_event_of_steps_costs_what_the_steps_cost(events, steps, delta):
+    """Whatever it says about a range or μ of its own, which a run of steps does not have."""
+    for run in (Event(math.inf, runs=tuple(steps)), Event(1e-6, 1e-6, runs=tuple(steps))):
+        assert total_epsilon([*events, run], [], delta) == total_epsilon(events, steps, delta)
+        assert total_epsilon([*events, run], [], 0.0).epsilon == math.inf
+    failing = Event(math.inf, failure_probability=delta, runs=tuple(steps))
+    assert total_epsilon([failing], [], delta).epsilon == math.inf
+
+
+@SLOW
 @given(st.lists(RELEASES, max_size=3), st.lists(RUNS, max_size=1), st.floats(1e-8, 1e-3), st.floats(1.01, 10.0))
 def test_a_larger_delta_costs_no_more(events, steps, delta, factor):
     small, large = (total_epsilon(events, steps, d).epsilon for d in (delta, factor * delta))

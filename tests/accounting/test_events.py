@@ -177,6 +177,7 @@ class Choice:
     failure_probability = 0.0
     delta = 0.0
     flaw = None
+    runs = ()
 
     @property
     def epsilon(self):
