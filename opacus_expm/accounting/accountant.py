@@ -60,7 +60,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
-    work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
+    work unchanged; ``releases`` holds all other events, such as releases and purchases of bounds.
 
     Args:
         budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively. It
@@ -79,7 +79,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     because each would have a ledger of its own; they share a file.
 
     **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
-    looking at earlier releases, declare a ``budget`` (see ``composition``).
+    looking at earlier releases, declare a ``budget`` (see ``filters``).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         return self._budget
 
     def _check_same_budget(self, other: Filter | None) -> None:
-        """Raise if another budget than the ledger's is meant."""
+        """Raise if a budget is named that is not the ledger's."""
         if other is not None and self._budget is not None and other != self._budget:
             raise ValueError(
                 f"budget=({other.epsilon:g}, {other.delta:g}) is not the ledger's, which is ({self._budget.epsilon:g}, "
@@ -119,15 +119,15 @@ class ExpMAccountant(NotCopied, IAccountant):
             )
 
     def record(self, release: Event, *, admission: Admission | None = None) -> None:
-        """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
+        """Charge one event. This is called before the draw, so that a crash cannot give a free one.
 
         Args:
-            release: what is about to be drawn.
+            release: the event that is about to happen.
             admission: the plan that it follows. A charge that does not, or that comes after something else was charged
                 besides, is judged like one without a plan.
 
         Raises:
-            TypeError: neither a ``Release`` nor a ``Purchase``.
+            TypeError: it is of no kind that a ledger holds (see ``events.KINDS``).
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
             NoGuarantee: there is a budget, and ε does not cover this draw or an earlier one.
@@ -147,7 +147,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._keep_up(release, followed, running)
 
     def note(self, release: Event, *, admission: Admission | None = None) -> None:
-        """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
+        """Keep up with a charge that the leading rank of the same work has made. Nothing is charged again.
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
@@ -166,7 +166,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         return admission
 
     def _keep_up(self, release: Event, followed: Admission | None, running: Admission | None) -> None:
-        """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
+        """Tell plans what was charged: the plan that the charge follows, and the plan beside whose reservation it fits."""
         if followed is not None:
             followed.charged(release)
             if running is None:
@@ -176,7 +176,7 @@ class ExpMAccountant(NotCopied, IAccountant):
                 plan.keep_up(self.releases, self.history)
 
     def identity(self) -> str:
-        """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
+        """A text that tells all that the ledger holds, its budget and its file, the same in processes that share it."""
         self._refresh()
         file = None if self._file is None else os.stat(self._file.path).st_ino
         return repr((self.releases, self.history, self.budget, self._claimed, file))
@@ -263,7 +263,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             check_draw(sampler=sampler, noise=noise)
 
     def _check_countable(self, *more: Event) -> None:
-        """No budget is kept by a ledger for which no ε can be stated without reserve."""
+        """Raise if there is a budget and ε does not cover every event, with these, without reserve."""
         if self.budget is not None:
             check_guarantee([*self.releases, *more], promised=True)
 
@@ -327,6 +327,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
+        """Raise if the ledger counts other neighbours."""
         others = adjacencies(self.releases, self.history) - {adjacency}
         if others:
             raise ValueError(

@@ -89,12 +89,12 @@ def with_runs(events: Sequence[Cost], steps: Sequence[Steps]) -> tuple[list[Cost
 
 
 def failure_delta(epsilon: float, failure: float) -> float:
-    """(1+e^ε)·failure."""
+    """What draws that are not exact add to δ: (1+e^ε)·failure, where ``failure`` is the sum of their total variations."""
     return (1 + math.exp(min(epsilon, 700.0))) * failure
 
 
 def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
-    """The least valid ε at δ, were every draw exact."""
+    """The least valid ε at δ if every draw were exact."""
     events, steps = with_runs(events, steps)
     pure = math.fsum(e.epsilon_range for e in events)
     candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
@@ -114,7 +114,7 @@ def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) ->
 
 
 def _basic_epsilon(events: Sequence[Cost], delta: float) -> float:
-    """The one event that gains most from δ by its own curve, the others pure."""
+    """Basic composition: the event that gains most from δ counts by its own curve, and the others by their ranges."""
     gains = [(e.epsilon_range - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
     chosen = max(gains)[1]
     others = math.fsum(e.epsilon_range for i, e in enumerate(events) if i != chosen)
@@ -122,7 +122,7 @@ def _basic_epsilon(events: Sequence[Cost], delta: float) -> float:
 
 
 def gaussian_total(events: Sequence[Cost]) -> float:
-    """√Σμ²."""
+    """The μ of all events together, √Σμ², where each counts with its own μ or that of its range, whichever is less."""
     return math.hypot(*(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) for e in events))
 
 
@@ -182,12 +182,15 @@ class BoundedRangePRV:
     epsilon: float
 
     def cdf(self, t: Any) -> Any:
-        """(e^{t/2} − e^{−ε/2})/(e^{ε/2} − e^{−ε/2})."""
+        """The distribution function, (e^{t/2} − e^{−ε/2})/(e^{ε/2} − e^{−ε/2}) on [−ε, ε]."""
         inside = np.clip(t, -self.epsilon, self.epsilon)
         return np.exp((inside - self.epsilon) / 2) * np.expm1(-(inside + self.epsilon) / 2) / np.expm1(-self.epsilon)
 
     def rdp(self, order: float) -> float:
-        """ln[sinh((α−½)ε)/((2α−1) sinh(ε/2))]/(α−1); above ``curves.bounded_range_rdp``, as the pair dominates."""
+        """The Rényi divergence of order α, ln[sinh((α−½)ε)/((2α−1) sinh(ε/2))]/(α−1).
+
+        It lies above ``curves.bounded_range_rdp``, because the pair dominates the release.
+        """
 
         def log_sinh(x: float) -> float:
             return x + math.log(-math.expm1(-2 * x) / 2)
@@ -203,11 +206,11 @@ class GaussianPRV:
     mu: float
 
     def cdf(self, t: Any) -> Any:
-        """Φ((t − μ²/2)/μ)."""
+        """The distribution function, Φ((t − μ²/2)/μ)."""
         return ndtr((t - self.mu**2 / 2) / self.mu)
 
     def rdp(self, order: float) -> float:
-        """αμ²/2."""
+        """The Rényi divergence of order α, αμ²/2."""
         return order * self.mu**2 / 2
 
 
@@ -224,7 +227,7 @@ def _prv_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -
 
 
 def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: float) -> float:
-    """Upper end of the numerical composition's error interval; infinite where it cannot serve."""
+    """The upper end of the numerical composition's error interval; infinite where no such composition can be made."""
     counts: dict[Any, int] = dict(Counter(pairs))
     if len(counts) > _MAX_PAIRS:
         return math.inf
