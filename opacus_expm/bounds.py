@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check
-from opacus_expm.accounting.accountant import Purchase
 from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import Purchase
 from opacus_expm.books import Books
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.passes import Remembered, Workbench

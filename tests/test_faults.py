@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
 from opacus_expm import ExpMQuadEngine, suggest
-from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.gathering import randomness
 from opacus_expm.gathering.criteria import CrossEntropy
