@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Release
+from opacus_expm import Release, Sparse
 from opacus_expm.accounting.events import PlannedEvent
 
 FACTS = {
@@ -79,4 +79,4 @@ def flat(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection_seed": 0}
+GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection": Sparse(seed=0)}

@@ -16,7 +16,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, NoGuarantee, NotGuaranteed, Purchase
+from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, NoGuarantee, NotGuaranteed, Purchase, paper
 from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.gathering.clipping import Sensitivity
 from opacus_expm.mechanism import curves
@@ -424,11 +424,11 @@ def test_a_budget_is_refused_before_the_data_is_touched(name):
 def test_the_papers_calibration_is_charged_what_it_costs():
     """Half of what it asks for, or less; a budget below that refuses it, and nothing is charged."""
     engine = ExpMQuadEngine(budget=(2.0, 0.0))
-    asked = {"radius": 0.5, "proj_dim": 4, "calibration": "paper", **GOOD}
+    statistics = engine.gather(make_model(), make_loader(), 4, **GOOD)
     with pytest.raises(BudgetExceeded, match="epsilon=2 still fits"):
-        engine.make_private_expm(make_model(), make_loader(), 10.0, **asked)
+        paper.release(engine.books(), statistics, 10.0, 0.5)
     assert len(engine.accountant) == 0
-    engine.make_private_expm(make_model(), make_loader(), 4.0, **asked)
+    paper.release(engine.books(), statistics, 4.0, 0.5)
     assert 0 < engine.get_epsilon() <= 2.0
 
 
@@ -438,7 +438,6 @@ def test_the_papers_calibration_is_charged_what_it_costs():
         {"epsilon": 1.0},
         {"epsilon": 1.0, "delta": 1e-6},
         {"epsilon": 1.0, "delta": 1e-6, "regularization": 100.0},
-        {"epsilon": 2.0, "calibration": "paper"},
     ],
     ids=str,
 )

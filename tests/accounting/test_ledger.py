@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release
+from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release, Sparse
 from opacus_expm.accounting import ledger
 from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
@@ -567,7 +567,7 @@ def gathered():
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
     return ExpMQuadEngine().gather(
-        model, loader, 2, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0, projection_seed=0
+        model, loader, 2, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0, projection=Sparse(seed=0)
     )
 
 
