@@ -30,8 +30,9 @@ from opacus_expm.accounting.events import Purchase
 from opacus_expm.books import Books
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.passes import Remembered, Workbench
+from opacus_expm.mechanism.choices import Uniforms
 from opacus_expm.mechanism.density import Array
-from opacus_expm.mechanism.quantiles import Uniforms, grid_counts, private_quantile, reliable_epsilon
+from opacus_expm.mechanism.quantiles import grid_counts, private_quantile, reliable_epsilon
 from opacus_expm.subspaces import Subspace
 
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from opacus_expm.mechanism.choices import Uniforms
 from opacus_expm.mechanism.density import Array, BallGaussian
-from opacus_expm.mechanism.quantiles import Uniforms
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
 

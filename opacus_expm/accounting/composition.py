@@ -88,6 +88,35 @@ def with_runs(events: Sequence[Cost], steps: Sequence[Steps]) -> tuple[list[Cost
     return [e for e in events if not e.runs], [*steps, *(run for e in events for run in e.runs)]
 
 
+@lru_cache(maxsize=64)
+def least_noise(
+    epsilon: float, delta: float, others: tuple[Cost, ...], sample_rate: float, steps: int, tolerance: float = 2e-3
+) -> float:
+    """The noise multiplier of a run of Poisson-sampled sums that costs (ε, δ) together with other events.
+
+    The search ends on the private side of the root, at most ``tolerance`` (relative) above it.
+
+    Raises:
+        ValueError: the other events alone cost more.
+    """
+
+    def fits(noise_multiplier: float) -> bool:
+        return exact_total(others, [(noise_multiplier, sample_rate, steps)], delta).epsilon <= epsilon
+
+    if exact_total(others, [], delta).epsilon > epsilon:
+        raise ValueError("the other events cost more than (epsilon, delta)")
+    high = max(0.4, sample_rate * math.sqrt(steps) / curves.gaussian_mu(epsilon, delta))
+    while not fits(high):
+        high *= 1.25
+    low = high / 1.25
+    while fits(low):
+        high, low = low, low / 1.25
+    while high > low * (1 + tolerance):
+        middle = math.sqrt(high * low)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
 def failure_delta(epsilon: float, failure: float) -> float:
     """What draws that are not exact add to δ: (1+e^ε)·failure, where ``failure`` is the sum of their total variations."""
     return (1 + math.exp(min(epsilon, 700.0))) * failure

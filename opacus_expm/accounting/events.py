@@ -273,8 +273,79 @@ class Purchase:
         return _read(cls, facts, later={"receipt", "noise"})
 
 
+@dataclass(frozen=True)
+class Query:
+    """Something that was asked of the private data on the way to a model, and answered with noise: public facts only.
+
+    Attributes:
+        what: what was asked, such as ``"metric"``, ``"bound"``, ``"directions"``, ``"length"`` or ``"choice"``.
+        epsilon: the ε that was asked for, for all queries of the plan together.
+        delta: the δ that was asked for, for all queries of the plan together.
+        nominal_size: N, the public number of records.
+        epsilon_range: of a choice by the exponential mechanism; infinite for others.
+        mu: of a sum with Gaussian noise, or of a choice in Gaussian terms; possibly infinite.
+        run: of Gaussian sums over Poisson samples, (noise_multiplier, sample_rate, steps), charged in one go; else None.
+        number: which query of its kind in the plan, counted from 1.
+        adjacency: ``"add_remove"`` or ``"replace_one"``; a run is for the first.
+        noise: ``"system"`` or ``"given"``, as in ``Release``.
+    """
+
+    what: str
+    epsilon: float
+    delta: float
+    nominal_size: int
+    epsilon_range: float = math.inf
+    mu: float = math.inf
+    run: Steps | None = None
+    number: int = 1
+    adjacency: str = "add_remove"
+    noise: str = "system"
+
+    kind = "query"
+    failure_probability = 0.0
+    flaw = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.what, str) or not self.what:
+            raise TypeError(f"what must be a name, got {self.what!r}")
+        _check.positive("epsilon", self.epsilon)
+        _check.fraction("delta", self.delta)
+        for name in ("nominal_size", "number"):
+            _check.positive_int(name, getattr(self, name))
+        for name in _COSTS:
+            if getattr(self, name) != math.inf:
+                _check.positive(name, getattr(self, name))
+        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
+        _check.one_of("noise", self.noise, NOISES)
+        if self.run is not None:
+            object.__setattr__(self, "run", checked_steps(self.run))
+            if self.adjacency != "add_remove" or min(self.epsilon_range, self.mu) < math.inf:
+                raise ValueError("a run of sampled sums is counted under add_remove, and by its steps alone")
+        elif self.epsilon_range == self.mu == math.inf:
+            raise ValueError("epsilon_range, mu or run must be given: a query has a cost")
+
+    @property
+    def runs(self) -> tuple[Steps, ...]:
+        """The run, where there is one."""
+        return () if self.run is None else (self.run,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as plain JSON values."""
+        facts = dataclasses.asdict(self)
+        return {"kind": self.kind, **_plain({**facts, "run": None if self.run is None else list(self.run)})}
+
+    @classmethod
+    def from_dict(cls, facts: Any) -> Query:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: there are missing or unknown facts, or values that no query can have.
+        """
+        return _read(cls, facts, later=())
+
+
 # Every kind of event that a ledger may hold, by name.
-KINDS: dict[str, type[Event]] = {"release": Release, "purchase": Purchase}
+KINDS: dict[str, type[Event]] = {"release": Release, "purchase": Purchase, "query": Query}
 
 
 # --- facts and events -----------------------------------------------------------------------------------------------
@@ -315,7 +386,7 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: None if name in _COSTS and math.isinf(fact) else fact for name, fact in facts.items()}
 
 
-_Kind = TypeVar("_Kind", Release, Purchase)
+_Kind = TypeVar("_Kind", Release, Purchase, Query)
 
 
 def _read(cls: type[_Kind], facts: Any, *, later: Collection[str]) -> _Kind:

@@ -206,12 +206,9 @@ def record_quadratics(
     With ``pad_to``, a shorter batch is filled up with copies that are dropped again before anything is clipped.
     """
     count = len(targets)
-    if pad_to is not None and 0 < count < pad_to:
-        fill = torch.arange(pad_to, device=targets.device) % count
-        inputs = pytree.tree_map(lambda t: t[fill.to(t.device)] if isinstance(t, Tensor) else t, inputs)
-        targets = targets[fill]
+    inputs, targets = padded(inputs, targets, pad_to)
     outputs, pullback = source.outputs_and_pullback(inputs)
-    gradient, factor = _at_outputs(criterion, outputs, targets)
+    gradient, factor = at_outputs(criterion, outputs, targets)
     dtype, parallel = outputs.dtype, False
     if probes is None and (outputs.dim() > 2 or outputs.shape[1] > EXACT_OUTPUTS):
         probes = DEFAULT_PROBES
@@ -232,7 +229,28 @@ def record_quadratics(
     return _finite_only(g[:count], None if b is None else b[:count], parallel=parallel)
 
 
-def _at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def padded(inputs: Any, targets: Tensor, pad_to: int | None) -> tuple[Any, Tensor]:
+    """A batch filled up with copies of its records to a public number of them, so that all are rounded alike."""
+    count = len(targets)
+    if pad_to is None or not 0 < count < pad_to:
+        return inputs, targets
+    fill = torch.arange(pad_to, device=targets.device) % count
+    inputs = pytree.tree_map(lambda t: t[fill.to(t.device)] if isinstance(t, Tensor) else t, inputs)
+    return inputs, targets[fill]
+
+
+def values_at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Tensor:
+    """ℓ of every record, float64; a sequence's loss is the mean over its counted positions."""
+    if outputs.dim() == 2:
+        return criterion.values(outputs.double(), targets)
+    batch, positions = outputs.shape[:2]
+    flat = targets.flatten(0, 1)
+    counted = criterion.counted(flat).view(batch, positions)
+    values = criterion.values(outputs.double().flatten(0, 1), flat).view(batch, positions)
+    return torch.where(counted, values, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """∇_f ℓ and M in the shape of the outputs, float64; a sequence's loss is the mean over its counted positions."""
     if outputs.dim() == 2:
         criterion.check(outputs, targets)

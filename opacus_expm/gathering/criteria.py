@@ -43,6 +43,12 @@ class Criterion(Protocol):
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """∇_f ℓ of shape (B, m) and M of shape (B, m, q), both float64, for float64 outputs (B, m)."""
 
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """ℓ of every record (B,), float64, for float64 outputs (B, m); zero for a record that does not count."""
+
+    def guessing(self, outputs: int) -> float | None:
+        """ℓ of a model that knows nothing and says so, for m outputs; None where that depends on the targets."""
+
 
 def _check_regression_targets(outputs: Tensor, targets: Tensor, loss: str) -> None:
     """Targets must be floating (or integer counts) and match the outputs record by record."""
@@ -88,6 +94,14 @@ class MeanSquaredError:
         scale = 2.0 if self.sum_over_outputs else 2.0 / outputs.shape[1]
         residual = outputs - targets.to(outputs.dtype).reshape(outputs.shape)
         return scale * residual, _diagonal_factor(torch.full_like(outputs, scale))
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The scaled sum of squares."""
+        squares = (outputs - targets.to(outputs.dtype).reshape(outputs.shape)).square()
+        return squares.sum(1) if self.sum_over_outputs else squares.mean(1)
+
+    def guessing(self, outputs: int) -> None:
+        """It depends on the targets."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,23 @@ class CrossEntropy:
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """τσ − t and √τ·(diag √σ − σ√σᵀ)."""
+        t = self._weights(outputs, targets)
+        total = t.sum(1, keepdim=True)
+        sigma = F.softmax(outputs, dim=1)
+        root = sigma.sqrt()
+        factor = torch.diag_embed(root) - sigma[:, :, None] * root[:, None, :]
+        return total * sigma - t, total.clamp(min=0).sqrt()[:, :, None] * factor
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """−Σ t_c ln σ_c."""
+        return -(self._weights(outputs, targets) * F.log_softmax(outputs, dim=1)).sum(1)
+
+    def guessing(self, outputs: int) -> float:
+        """With the largest of the weights: no less than for any class."""
+        return math.log(outputs) * (1.0 if self.weight is None else float(self.weight.max()))
+
+    def _weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The weight t of every class for every record (B, m)."""
         m = outputs.shape[1]
         if targets.is_floating_point():
             labels, counted = targets.to(outputs.dtype), torch.ones_like(outputs[:, :1])
@@ -148,13 +179,7 @@ class CrossEntropy:
             labels = F.one_hot(torch.where(valid, targets, 0), m).to(outputs.dtype)
             counted = valid[:, None].to(outputs.dtype)
         t = counted * ((1 - self.label_smoothing) * labels + self.label_smoothing / m)
-        if self.weight is not None:
-            t = t * self.weight.to(t)
-        total = t.sum(1, keepdim=True)
-        sigma = F.softmax(outputs, dim=1)
-        root = sigma.sqrt()
-        factor = torch.diag_embed(root) - sigma[:, :, None] * root[:, None, :]
-        return total * sigma - t, total.clamp(min=0).sqrt()[:, :, None] * factor
+        return t if self.weight is None else t * self.weight.to(t)
 
 
 @dataclass(frozen=True)
@@ -189,14 +214,26 @@ class BinaryCrossEntropy:
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """s(aσ − wpy) and diag √(s·aσ(1−σ))."""
+        positive, negative, scale = self._weights(outputs, targets)
+        sigma, a = torch.sigmoid(outputs), positive + negative
+        return scale * (a * sigma - positive), _diagonal_factor(scale * a * sigma * (1 - sigma))
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """s·Σ_j of both parts of the loss."""
+        positive, negative, scale = self._weights(outputs, targets)
+        return scale * (positive * F.softplus(-outputs) + negative * F.softplus(outputs)).sum(1)
+
+    def guessing(self, outputs: int) -> float:
+        """For unit weights."""
+        return math.log(2) * (outputs if self.sum_over_outputs else 1)
+
+    def _weights(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Wpy and w(1 − y) for every output, and s."""
         one = torch.ones(1, dtype=outputs.dtype, device=outputs.device)
         w = one if self.weight is None else self.weight.to(outputs).flatten()
         p = one if self.pos_weight is None else self.pos_weight.to(outputs).flatten()
         y = targets.to(outputs.dtype).reshape(outputs.shape)
-        scale = 1.0 if self.sum_over_outputs else 1.0 / outputs.shape[1]
-        sigma = torch.sigmoid(outputs)
-        a = w * (1 - y + p * y)
-        return scale * (a * sigma - w * p * y), _diagonal_factor(scale * a * sigma * (1 - sigma))
+        return w * p * y, w * (1 - y), 1.0 if self.sum_over_outputs else 1.0 / outputs.shape[1]
 
 
 @dataclass(frozen=True)
@@ -265,6 +302,21 @@ class AutodiffCriterion:
         factor = vectors * values.clamp(min=0).sqrt()[:, None, :]
         return gradient, torch.where(finite, factor, math.nan)
 
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The criterion on each record alone; NaN where it refuses a target."""
+        targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+
+        def value(output: Tensor, target: Tensor) -> Tensor:
+            try:
+                return self.function(output[None], target[None]).reshape(())
+            except Exception:  # which would reveal the record
+                return output.new_full((), math.nan)
+
+        return torch.stack([value(output, target) for output, target in zip(outputs, targets, strict=True)])
+
+    def guessing(self, outputs: int) -> None:
+        """Not known."""
+
 
 @dataclass(frozen=True)
 class Softened:
@@ -294,6 +346,14 @@ class Softened:
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """That of the criterion at f/τ."""
         return self.criterion.gradient_and_factor(outputs / self.temperature, targets)
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """That of the criterion at f/τ."""
+        return self.criterion.values(outputs / self.temperature, targets)
+
+    def guessing(self, outputs: int) -> float | None:
+        """That of the criterion."""
+        return self.criterion.guessing(outputs)
 
 
 def make_criterion(criterion: object, targets: Tensor) -> Criterion:

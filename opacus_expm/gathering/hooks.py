@@ -11,13 +11,13 @@ the mechanism needs the m rows of a Jacobian in evaluation mode instead of one g
   memory holds the activations, one layer's gradients of those few, and the (B, r, k) result instead of (B, r, p).
 
 Every type in Opacus's ``GRAD_SAMPLERS`` is served by its registered function, other layers with one tensor in and out
-by Opacus's functorch fallback. Common layers have rules of their own (``layer_rules``), because their structure
+by Opacus's functorch fallback. Common layers have rules of their own (``gathering.layers``), because their structure
 saves work over many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
-from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule
+from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule, is_matrix, positions
 from opacus_expm.gathering.model import call, outputs_of, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
@@ -189,6 +189,30 @@ class ProjectedGradSampleModule(GradSampleModule):
                 self._check_batch(layer, [calls[i].activation for i in at], found, batch)
                 rules[layer](row, found)
         return projection.finish(rows).transpose(0, 1)
+
+    def layer_pairs(
+        self, inputs: Any, cotangent: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+        """Of each layer that is a matrix: what it gets and the gradients at its outputs, for one cotangent of the outputs.
+
+        Args:
+            inputs: a batch.
+            cotangent: from the outputs to a cotangent like them.
+
+        **Privacy:** private values of the batch.
+        """
+        outputs, calls = self._forward(inputs)
+        matrices = [c for c in calls if is_matrix(c.layer)]
+        if not matrices:
+            return
+        backprops = torch.autograd.grad(
+            outputs, [c.edge for c in matrices], cotangent(outputs.detach()), allow_unused=True
+        )
+        for layer in dict.fromkeys(c.layer for c in matrices):
+            at = [i for i, c in enumerate(matrices) if c.layer is layer]
+            found = [backprops[i] for i in at]
+            if any(b is not None for b in found):
+                yield layer, *positions(layer, [matrices[i].activation for i in at], found)
 
     def _check_batch(
         self, layer: nn.Module, activations: Sequence[Tensor], backprops: Sequence[Tensor | None], batch: int

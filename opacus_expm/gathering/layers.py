@@ -208,6 +208,27 @@ def _affine(
     return places.rule(layer, gradients)
 
 
+def is_matrix(layer: nn.Module) -> bool:
+    """Whether a layer is a matrix that acts on its inputs at every position: what a Kronecker factor is for."""
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return layer.groups == 1 and type(layer) in RULES
+    return type(layer) in (nn.Linear, RNNLinear)
+
+
+def positions(layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """What such a layer gets, and the gradients at its outputs: (B, positions, inputs) and (B, positions, outputs)."""
+    if isinstance(layer, nn.Linear):
+        return _positions(activations), _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    windows = [_unfolded(layer, x)[:, 0] for x in activations]
+    found = []
+    for window, backprop in zip(windows, backprops, strict=True):
+        shape = (window.shape[0], layer.out_channels, window.shape[1])
+        d = window.new_zeros(shape) if backprop is None else backprop.detach().reshape(shape)
+        found.append(d.transpose(1, 2))
+    return torch.cat(windows, dim=1), torch.cat(found, dim=1)
+
+
 RULES: dict[type[nn.Module], Callable[..., Rule]] = {
     nn.Linear: _linear,
     RNNLinear: _linear,

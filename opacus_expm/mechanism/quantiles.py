@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
 
+from opacus_expm.mechanism.choices import Uniforms, chosen
 from opacus_expm.mechanism.density import Array
 
 GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
 GRID.flags.writeable = False
-
-
-class Uniforms(Protocol):
-    """A source of uniform numbers: a numpy generator, or the secure mode's."""
-
-    def random(self, count: int) -> Array:
-        """Uniform on [0, 1]."""
 
 
 def reliable_epsilon(nominal_size: int, quantile: float) -> float:
@@ -29,12 +22,14 @@ def reliable_epsilon(nominal_size: int, quantile: float) -> float:
     return 2 * (math.log(GRID.size) + 5) / (nominal_size * min(quantile, 1 - quantile))
 
 
-def private_quantile(counts: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms) -> float:
-    """A point of ``GRID`` near a quantile of private norms, by the exponential mechanism.
+def private_quantile(
+    counts: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms, base: Array | None = None
+) -> float:
+    """The upper end of the interval of ``GRID`` in which a quantile of private norms lies, by the exponential mechanism.
 
-    P(t) ∝ exp(ε₁·u(t)/w) with u(t) = −|#{norms ≤ t} − q·n| and n the actual, private number of records. Adding a record
-    moves #{norms ≤ t} − q·n by 1 − q or by −q, so the change of u over the grid has range at most 2 max(q, 1−q) = w (twice
-    that for replace-one): the choice is **ε₁-bounded-range**, hence ε₁-DP.
+    P(j) ∝ exp(ε₁·u(j)/w + b(j)) with u as in ``quantile_scores`` and a public b. Adding a record moves #{norms ≤ t} − q·n by
+    1 − q or by −q, so u(j) changes by at most max(q, 1−q) either way, and its change over the grid has range at most
+    2 max(q, 1−q) = w (twice that for replace-one): the choice is **ε₁-bounded-range**, hence ε₁-DP.
 
     Args:
         counts: ``grid_counts`` of the records' norms; private.
@@ -42,14 +37,10 @@ def private_quantile(counts: Array, quantile: float, epsilon: float, adjacency: 
         epsilon: ε₁.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
         uniforms: source of randomness.
+        base: b at every point of the grid, public; None for 0.
     """
     logits = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
-    # The least likely points come first, where sums and secure mode's uniforms are precise relative to their size; at the
-    # other end a point with a probability below 2⁻⁵³ could never be chosen.
-    order = np.argsort(logits, kind="stable")
-    cumulative = np.cumsum(np.exp(logits[order] - logits[order[-1]]))
-    place = np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")
-    return float(GRID[order[min(place, GRID.size - 1)]])
+    return float(GRID[chosen(logits if base is None else logits + base, uniforms)])
 
 
 def grid_counts(norms: Array) -> Array:
@@ -59,14 +50,19 @@ def grid_counts(norms: Array) -> Array:
 
 
 def quantile_scores(counts: Array, quantile: float) -> Array:
-    """u(t) at every point of the grid; private.
+    """u(j) = −max(0, #{norms ≤ t_{j−1}} − q·n, q·n − #{norms ≤ t_j}) at every point of the grid; private.
+
+    It is 0 for the interval (t_{j−1}, t_j] that holds the quantile. (Scores of points, −|#{norms ≤ t_j} − q·n|, are all the
+    same above norms that lie between two points close together, and the choice is then anything.)
 
     Raises:
         ValueError: something else than ``grid_counts``, such as the norms themselves.
     """
     if counts.shape != (GRID.size + 1,):
         raise ValueError(f"counts must be grid_counts(norms), {GRID.size + 1} numbers, got shape {counts.shape}")
-    scores: Array = -np.abs(counts[:-1] - quantile * counts[-1])
+    wanted = quantile * counts[-1]
+    before = np.concatenate([[0.0], counts[:-2]])
+    scores: Array = -np.maximum(0.0, np.maximum(before - wanted, wanted - counts[:-1]))
     return scores
 
 

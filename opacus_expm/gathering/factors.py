@@ -1,0 +1,127 @@
+"""Second moments of what a model's layers get and give back: the Kronecker factors of a metric.
+
+For a record and a layer, let a be the layer's inputs (positions × inputs, with a constant 1 for the bias) and b the
+gradients at its outputs for a random cotangent Mz of the model's outputs, MMᵀ = ∇²_f ℓ and z ~ N(0, I). Both are divided by
+their Frobenius norms, so that the record's
+
+    A_i = aᵀa / |a|²    and    B_i = bᵀb / |b|²
+
+are positive semi-definite with trace 1, and the sums over records need no bound: one record more or less moves the sum
+of A_i by a matrix of Frobenius norm at most 1, whatever the record holds, and the same for B_i. What the division takes away
+is measured apart: h_i = |bᵀa|², before it, has the trace of the layer's Gauss-Newton matrix as its mean.
+
+**Privacy:** sums and traces are private where the records are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus_expm._private import PrivateValues
+from opacus_expm.gathering.clipping import at_outputs, padded
+from opacus_expm.gathering.criteria import Criterion
+from opacus_expm.gathering.hooks import ProjectedGradSampleModule
+from opacus_expm.gathering.layers import is_matrix
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.metric import Block
+
+_MARGIN = 1 - 1e-6  # for the rounding of a norm
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FactorSums(PrivateValues):
+    """Σ_i A_i and Σ_i B_i of every block, and h_i of every record and block; private where the records are."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    traces: Tensor
+
+
+def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
+    """The layers of a module that are matrices and of which something is trainable, in the order of the module.
+
+    A parameter that two layers share belongs to neither.
+    """
+    starts = dict(zip(layout.names, layout.offsets, strict=True))
+    named = {id(p): name for name, p in module.named_parameters()}
+    users: dict[int, int] = {}
+    for layer in module.modules():
+        for p in layer.parameters(recurse=False):
+            users[id(p)] = users.get(id(p), 0) + 1
+
+    def place(p: Tensor | None) -> int | None:
+        return None if p is None or users.get(id(p)) != 1 else starts.get(named.get(id(p), ""))
+
+    found: dict[nn.Module, Block] = {}
+    for layer in module.modules():
+        if not is_matrix(layer):
+            continue
+        matrix: Any = layer.weight
+        weight, bias = place(matrix), place(layer.bias)  # type: ignore[arg-type]
+        if weight is not None or bias is not None:
+            inputs = 0 if weight is None else matrix[0].numel()
+            found[layer] = Block(matrix.shape[0], inputs, weight, bias)
+    return found
+
+
+def factor_sums(
+    source: ProjectedGradSampleModule,
+    blocks: dict[nn.Module, Block],
+    criterion: Criterion,
+    stream: Iterable[tuple[Any, Tensor]],
+    pad_to: int | None,
+) -> FactorSums:
+    """The factors of one pass over records.
+
+    **Privacy:** the result is private where the records are; its sensitivity is in the module docstring.
+    """
+    first = [torch.zeros(b.width, b.width, dtype=torch.float64) for b in blocks.values()]
+    second = [torch.zeros(b.outputs, b.outputs, dtype=torch.float64) for b in blocks.values()]
+    traces: list[Tensor] = []
+    order = {layer: i for i, layer in enumerate(blocks)}
+    for inputs, targets in stream:
+        count = len(targets)
+        found = torch.zeros(count, len(blocks), dtype=torch.float64)
+        inputs, targets = padded(inputs, targets, pad_to)
+
+        def probe(outputs: Tensor, targets: Tensor = targets) -> Tensor:
+            _, factor = at_outputs(criterion, outputs, targets)
+            z = torch.randn(*factor.shape[:-2], factor.shape[-1], 1, dtype=factor.dtype, device=factor.device)
+            return (factor @ z)[..., 0].to(outputs.dtype)
+
+        for layer, a, b in source.layer_pairs(inputs, probe):
+            if layer not in order:
+                continue
+            i, block = order[layer], blocks[layer]
+            if block.inputs == 0:
+                a = a[..., :0]
+            if block.bias is not None:
+                a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+            a, b = a[:count].double(), b[:count].double()
+            gradient = torch.bmm(b.transpose(1, 2), a)
+            found[:, i] = gradient.square().sum((1, 2)).nan_to_num(0.0, 0.0, 0.0).cpu()
+            for total, values in ((first[i], a), (second[i], b)):
+                unit = _unit(values).flatten(0, 1)
+                total += (unit.T @ unit).cpu()
+        traces.append(found)
+    return FactorSums(first, second, torch.cat(traces))
+
+
+def _unit(values: Tensor) -> Tensor:
+    """Each record's (positions × d) divided by its Frobenius norm; zero where that is zero or not finite."""
+    largest = values.abs().amax((1, 2), keepdim=True)
+    scaled = values / largest  # so that no square overflows
+    norms = torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True)
+    sound = norms.isfinite() & (norms > 0) & largest.isfinite()
+    return torch.where(sound, scaled / norms * _MARGIN, 0.0)
+
+
+def edge(dim: int, deviation: float) -> float:
+    """Where the eigenvalues of ``symmetric_noise`` times ``deviation`` end: the semicircle's edge, and a tail for few."""
+    return (math.sqrt(2 * dim) + 3) * deviation

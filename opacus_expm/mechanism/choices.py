@@ -1,0 +1,42 @@
+"""The exponential mechanism over finitely many candidates, and sums with Gaussian noise."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from opacus_expm.mechanism.density import Array
+
+
+class Uniforms(Protocol):
+    """A source of uniform numbers: a numpy generator, or the secure mode's."""
+
+    def random(self, count: int) -> Array:
+        """Uniform on [0, 1]."""
+
+
+def chosen(logits: Array, uniforms: Uniforms) -> int:
+    """Draw a candidate j with probability proportional to exp(logits[j]).
+
+    Where one record changes the logits by amounts that lie in an interval of length ε₁, the choice is ε₁-bounded-range.
+    Public terms in the logits do not change that.
+
+    The least likely candidates come first, where sums and secure mode's uniforms are precise relative to their size; at
+    the other end a candidate with a probability below 2⁻⁵³ could never be chosen.
+    """
+    order = np.argsort(logits, kind="stable")
+    cumulative = np.cumsum(np.exp(logits[order] - logits[order[-1]]))
+    place = np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")
+    return int(order[min(place, logits.size - 1)])
+
+
+def symmetric_noise(dim: int, generator: np.random.Generator) -> Array:
+    """A symmetric matrix with N(0, 1) on the diagonal and N(0, ½) off it.
+
+    That is standard normal noise in the isometric coordinates of symmetric matrices, in which the Euclidean norm is the
+    Frobenius norm: added with factor c/μ to a sum of matrices of Frobenius norm at most c, it makes the sum μ-GDP.
+    """
+    normal = generator.standard_normal((dim, dim))
+    upper = np.triu(normal, 1) / np.sqrt(2)
+    return np.asarray(upper + upper.T + np.diag(np.diag(normal)))

@@ -1,0 +1,149 @@
+"""A metric of Kronecker factors: every layer its own units, every direction its own scale.
+
+A layer with weight W (outputs × inputs) and bias b is seen as one matrix [W b]. With symmetric factors K_B (outputs) and
+K_A (inputs and the constant), its gradient G is measured as K_B G K_A, and a coordinate U of the layer moves its
+parameters by K_B U K_A. With K_A = (A + damping)^{−½} and K_B = (B + damping)^{−½}, where A and B are second moments of
+the layer's inputs and of the gradients at its outputs, this is the metric of K-FAC (Martens and Grosse 2015): gradients
+are clipped and noised in units in which all directions curve alike. O(Σ(d_in² + d_out²)) memory, never p × rank.
+
+**Privacy:** the factors are public, or were released with noise and charged (``opacus_expm.learned``). Clipping comes after
+the map, so the guarantee does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_expm.subspaces.base import Array, Projection, PublicRows, table
+from opacus_expm.subspaces.layout import Layout
+
+
+@dataclass(frozen=True)
+class Block:
+    """The trainable part of one layer as a matrix [W b], and where it is in R^p.
+
+    Attributes:
+        outputs: rows of the matrix.
+        inputs: columns of W; 0 where the weight is frozen.
+        weight: place of W in R^p, or None.
+        bias: place of b in R^p, or None.
+    """
+
+    outputs: int
+    inputs: int
+    weight: int | None
+    bias: int | None
+
+    @property
+    def width(self) -> int:
+        """Columns of the matrix: inputs, and one for the bias."""
+        return self.inputs + (self.bias is not None)
+
+    def matrix(self, rows: Tensor) -> Tensor:
+        """The layer's part of vectors (…, p) as matrices (…, outputs, width)."""
+        parts = []
+        if self.weight is not None:
+            part = rows[..., self.weight : self.weight + self.outputs * self.inputs]
+            parts.append(part.reshape(*rows.shape[:-1], self.outputs, self.inputs))
+        if self.bias is not None:
+            parts.append(rows[..., self.bias : self.bias + self.outputs, None])
+        return torch.cat(parts, dim=-1)
+
+    def put(self, rows: Tensor, matrix: Tensor) -> None:
+        """Write matrices back into vectors, in place."""
+        if self.weight is not None:
+            rows[..., self.weight : self.weight + self.outputs * self.inputs] = matrix[..., : self.inputs].flatten(-2)
+        if self.bias is not None:
+            rows[..., self.bias : self.bias + self.outputs] = matrix[..., -1]
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A recipe for a metric of known factors, over the full space.
+
+    Attributes:
+        blocks: layers with factors; all other parameters are left as they are.
+        roots: (K_A, K_B) of each block, symmetric.
+    """
+
+    blocks: tuple[Block, ...]
+    roots: tuple[tuple[Tensor, Tensor], ...] = field(repr=False)
+    seed: int | None = None
+    denoise: bool = field(default=False, init=False, repr=False)
+    kind: str = field(default="metric", init=False, repr=False)
+    needs_public_data: bool = field(default=False, init=False, repr=False)
+    private_curvature: bool = field(default=False, init=False, repr=False)
+
+    def learned(self, public: PublicRows) -> Metric:
+        """Nothing is to be learned."""
+        return self
+
+    def seeded(self, seed: int) -> Metric:
+        """Nothing is random."""
+        return self
+
+    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+        """The map; it has as many dimensions as there are parameters."""
+        if dim is not None:
+            raise ValueError(f"proj_dim must be None with a metric over the full space, got {dim}")
+        return MetricMap(size, self.blocks, [(a.to(device, dtype), b.to(device, dtype)) for a, b in self.roots])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {
+            "kind": self.kind,
+            "roots": {str(i): torch.cat([r.flatten() for r in k]) for i, k in enumerate(self.roots)},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class MetricMap:
+    """U → K_B U K_A, layer by layer; its own transpose, because the factors are symmetric."""
+
+    size: int
+    blocks: Sequence[Block]
+    roots: Sequence[tuple[Tensor, Tensor]] = field(repr=False)
+    seed: None = field(default=None, init=False)
+    kind: str = field(default="metric", init=False)
+    least_records: int = field(default=1, init=False, repr=False)
+
+    @property
+    def dim(self) -> int:
+        """The number of parameters, p."""
+        return self.size
+
+    @property
+    def width(self) -> int:
+        """The number of parameters, p."""
+        return self.size
+
+    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
+        """Copy the rows to their place; the factors come at the end."""
+        out[:, start : start + rows.shape[1]] += rows
+
+    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
+        """Copy the table to its place."""
+        self.add_projected(out, table(values, index, count), start)
+
+    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
+        """The factors come at the end."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Apply the factors."""
+        found = out.clone()
+        for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
+            block.put(found, k_b.to(out) @ (block.matrix(out) @ k_a.to(out)))
+        return found
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """Apply the factors."""
+        return self.finish(coordinates)
+
+    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
+        """Nothing is taken out."""
+        return coordinates
