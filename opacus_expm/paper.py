@@ -31,7 +31,7 @@ from opacus_expm.books import Books
 from opacus_expm.gathering.criteria import CrossEntropy, MeanSquaredError
 from opacus_expm.gathering.passes import Measurement, full_space
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.mechanism.calibration import Calibration
+from opacus_expm.mechanism.calibration import ROUNDING_MARGIN, Calibration
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.mechanism.sampling import Exact, Sampler, truncated_normal
 from opacus_expm.mechanism.sensitivity import Sensitivity
@@ -254,7 +254,16 @@ def calibrate(sensitivity: Sensitivity, epsilon: float, radius: float) -> Calibr
     """
     delta_u = 2 * radius * sensitivity.max_grad_norm + radius**2 * sensitivity.max_curvature
     c = _check.positive("epsilon", epsilon) / (2 * delta_u)
-    return Calibration(c, c * sensitivity.width(radius), math.inf, "paper")
+    return Calibration(c * (1 - ROUNDING_MARGIN), c * sensitivity.width(radius), math.inf, "paper")
+
+
+def cost_whatever_the_bounds(epsilon: float, adjacency: str) -> float:
+    """The most that a draw by ``calibrate`` can spend: c·W for no bound is more than ε/2, or ε under replace-one.
+
+    Where bounds were bought, c·W is a function of what was bought, which bounds nothing in a run in which another bound
+    comes out, and may not be what is charged (as in ``mechanism.calibration``).
+    """
+    return epsilon if adjacency == "replace_one" else epsilon / 2
 
 
 def bounds_read_off(
@@ -330,7 +339,10 @@ def release(
     if statistics.bounds == "paper" and books.accountant.budget is not None:
         raise ValueError("bounds that were read off the private data cannot be charged to a budget")
     calibrated = calibrate(statistics.sums.sensitivity(books.adjacency), epsilon, radius)
-    event = release_event(statistics, budget, calibrated, books, sampler=name)
+    charged = calibrated
+    if statistics.bounds == "bought":
+        charged = replace(calibrated, epsilon_range=cost_whatever_the_bounds(epsilon, books.adjacency))
+    event = release_event(statistics, budget, charged, books, sampler=name)
 
     def sample(density: BallGaussian) -> Array:
         return np.asarray(sampler.sample(density, books.noise.source())[0])
