@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from opacus_expm.subspaces.projection import Preconditioned, Stiefel
 from reference import dense, gradient_and_hessian, output_and_jacobian_of_each
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import ExpMQuadEngine
 from opacus_expm.gathering.statistics import MAX_CURVATURE_DIM
+from opacus_expm.subspaces.projection import Preconditioned, Stiefel
 
 FEATURES, RECORDS = 3, 40
 PARAMETERS = (FEATURES + 1) * 4 + 5

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from opacus_expm.subspaces.projection import FullSpace, Preconditioned, Scaled, Stiefel, make_projection
 from reference import dense
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from opacus_expm import ExpMQuadEngine
 from opacus_expm.gathering.model import Layout
+from opacus_expm.subspaces.projection import FullSpace, Preconditioned, Scaled, Stiefel, make_projection
 from opacus_expm.subspaces.scales import measured_scales
 from opacus_expm.subspaces.shrinkage import shrunk
 from opacus_expm.suggestion import Candidate, default_candidates, suggest

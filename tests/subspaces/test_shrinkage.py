@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from opacus_expm.subspaces.projection import FullSpace, Preconditioned, PublicCurvature, Subspace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine
 from opacus_expm.gathering.model import Layout
 from opacus_expm.mechanism.sampling import Exact
+from opacus_expm.subspaces.projection import FullSpace, Preconditioned, PublicCurvature, Subspace
 from opacus_expm.subspaces.shrinkage import public_variance, shrunk
 
 MODEL = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
