@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils import _pytree as pytree
 
-from opacus_expm.gathering.clipping import ClippedAdder, ClippedSums, record_quadratics
+from opacus_expm.gathering import clipping
+from opacus_expm.gathering.clipping import ClippedAdder, ClippedSums
 from opacus_expm.subspaces import Projection, Sparse, Stiefel
 
 # ---------------------------------------------------------------------------------------------------- the twin
@@ -693,5 +694,6 @@ def sums_of(
     """The package's clipped sums over batches, from a gatherer, without a workbench."""
     total = ClippedAdder(max_grad_norm, max_curvature)
     for inputs, targets in batches:
-        total.add(record_quadratics(source, criterion, inputs, targets, curvature=max_curvature > 0, **options))
+        records = clipping.record_quadratics(source, criterion, inputs, targets, curvature=max_curvature > 0, **options)
+        total.add(records)
     return total.result()
