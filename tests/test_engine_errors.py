@@ -362,7 +362,7 @@ def test_hooks_that_cannot_serve_are_refused_if_asked_for():
 @pytest.mark.parametrize("value", [-1, 1.5, "x", True])
 @pytest.mark.parametrize("recipe", [Sparse, Stiefel, Preconditioned])
 def test_a_seed_is_a_number(recipe, value):
-    with pytest.raises((TypeError, ValueError), match=f"seed must be a non-negative integer, got {value!r}"):
+    with pytest.raises((TypeError, ValueError), match=f"seed must be a non-negative integer or None, got {value!r}"):
         recipe(seed=value)
 
 
