@@ -334,13 +334,20 @@ def release(
     budget, sampler = Budget(epsilon, 0.0, (radius,), regularization), sampler or Exact()
     name = "exact" if type(sampler) is Exact else type(sampler).__name__.lower()
     name = "custom" if name in ("exact", "secure") and type(sampler) is not Exact else name
+    if books.noise.secure:
+        raise ValueError(
+            "secure_mode draws exactly, by work that does not depend on the data: release with the engine itself, or use "
+            "an engine without secure_mode for the paper's draws"
+        )
+    if not isinstance(statistics, Statistics):
+        raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
     books.accountant.check_adjacency(books.adjacency)
     books.accountant.check_covered(sampler=name, noise=books.noise.origin)
     if statistics.bounds == "paper" and books.accountant.budget is not None:
         raise ValueError("bounds that were read off the private data cannot be charged to a budget")
     calibrated = calibrate(statistics.sums.sensitivity(books.adjacency), epsilon, radius)
     charged = calibrated
-    if statistics.bounds == "bought":
+    if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
         charged = replace(calibrated, epsilon_range=cost_whatever_the_bounds(epsilon, books.adjacency))
     event = release_event(statistics, budget, charged, books, sampler=name)
 
