@@ -1,6 +1,8 @@
-"""Digits: the source paper's task on MNIST."""
+"""Digits: the source paper's task on MNIST, and one that is farther from what the model was pretrained on."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,52 @@ def mnist(
     Raises:
         FileNotFoundError: the data is neither there nor can it be downloaded.
     """
+    return _digits("mnist", seed, data_dir, records, loss, _noisy)
+
+
+def mnist_far(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 20_000) -> Task:
+    """Digits far from those of the pretraining: half of the private ones are mirrored, and all are paler and noisy.
+
+    Public set and pretrained model are those of :func:`mnist` with the same seed. Each image of the private and of the test
+    set is mirrored left to right with probability a half, its pixel values in [0, 1] are halved, and Gaussian noise of
+    standard deviation 0.25 is added to them. Before fine-tuning, 53 to 57 test images in a hundred are recognised (seeds 0
+    to 4). Without mirroring it would be 85 to 89, with mirroring alone 65 to 68.
+
+    Args:
+        seed: of the choice of images, the shift and the pretraining.
+        data_dir: directory with ``mnist/``, looked into first; see :mod:`opacus_expm.experiments.downloads`.
+        records: size of the public and of the private set, at most 30,000.
+
+    Returns:
+        A task judged by its accuracy.
+
+    Raises:
+        FileNotFoundError: the data is neither there nor can it be downloaded.
+    """
+    return _digits("mnist_far", seed, data_dir, records, "cross_entropy", _far)
+
+
+def _noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Images with noise."""
+    return x + 0.5 * torch.randn(x.shape, generator=generator)
+
+
+def _far(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Images of which half are mirrored, at half the contrast, with noise."""
+    mirrored = torch.rand(len(x), generator=generator) < 0.5
+    x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
+    return 0.5 * x + 0.25 * torch.randn(x.shape, generator=generator)
+
+
+def _digits(
+    name: str,
+    seed: int,
+    data_dir: AnyPath | None,
+    records: int,
+    loss: str,
+    shift: Callable[[Tensor, torch.Generator], Tensor],
+) -> Task:
+    """The network pretrained on clean digits, with private and test images that are shifted."""
     _check.seed("seed", seed)
     _check.positive_int("records", records)
     _check.one_of("loss", loss, ("cross_entropy", "mse"))
@@ -54,16 +102,16 @@ def mnist(
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(train_images), generator=generator)[: 2 * records]
 
-    def prepare(images: Tensor, labels: Tensor, *, noisy: bool) -> TensorDataset:
+    def prepare(images: Tensor, labels: Tensor, *, shifted: bool) -> TensorDataset:
         x = images[:, None] / 255
-        if noisy:
-            x += 0.5 * torch.randn(x.shape, generator=generator)
+        if shifted:
+            x = shift(x, generator)
         y = labels.long()
         return TensorDataset((x - 0.1307) / 0.3081, y if loss == "cross_entropy" else F.one_hot(y, 10).float())
 
-    public = prepare(train_images[chosen[:records]], train_labels[chosen[:records]], noisy=False)
-    private = prepare(train_images[chosen[records:]], train_labels[chosen[records:]], noisy=True)
-    test = prepare(test_images, test_labels, noisy=True)
+    public = prepare(train_images[chosen[:records]], train_labels[chosen[:records]], shifted=False)
+    private = prepare(train_images[chosen[records:]], train_labels[chosen[records:]], shifted=True)
+    test = prepare(test_images, test_labels, shifted=True)
     criterion = nn.CrossEntropyLoss() if loss == "cross_entropy" else nn.MSELoss()
     weight_decay = 1e-2 if loss == "cross_entropy" else 4e-3
     with torch.random.fork_rng(devices=[]):
@@ -76,8 +124,9 @@ def mnist(
         def train() -> None:
             fit(model, public, criterion, epochs=20, batch_size=128, learning_rate=1e-3, weight_decay=weight_decay)
 
+        # The pretraining is the same whatever the shift.
         train_once(model, train, public, {"task": "mnist", "recipe": 1, "seed": seed, "records": records, "loss": loss})
-    return Task(model, public, private, test, criterion, name="mnist", metric="accuracy")
+    return Task(model, public, private, test, criterion, name=name, metric="accuracy")
 
 
 def cnn() -> nn.Module:

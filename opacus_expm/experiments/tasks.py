@@ -1,8 +1,8 @@
-"""Experiments as data, model and pretraining: the source paper's three, its clinical one with open data."""
+"""Experiments as data, model and pretraining: the source paper's three, its clinical one with open data, and others."""
 
 from opacus_expm.experiments import datasets
 from opacus_expm.experiments.clinical import icu, icu_from_csv
-from opacus_expm.experiments.digits import cnn, mnist
+from opacus_expm.experiments.digits import cnn, mnist, mnist_far
 from opacus_expm.experiments.synthetic import sine
 from opacus_expm.experiments.task import Task, accuracy, fit, loss
 
@@ -16,5 +16,6 @@ __all__ = [
     "icu_from_csv",
     "loss",
     "mnist",
+    "mnist_far",
     "sine",
 ]

@@ -242,6 +242,40 @@ def test_mnist_on_the_published_images():
     assert 30 < found.score(found.model) < 85  # the noise is a shift
 
 
+def test_far_digits_are_those_of_mnist_mirrored_or_not_paler_and_noisy(tmp_path, monkeypatch):
+    images, labels = write_mnist(tmp_path, train=400, test=10)
+    near = tasks.mnist(data_dir=tmp_path, records=200)
+    monkeypatch.delattr(digits, "fit")  # the model is that of the near task
+    found = tasks.mnist_far(data_dir=tmp_path, records=200)
+    assert same(found.public, near.public)
+    assert torch.equal(weights(found.model), weights(near.model))
+    assert torch.equal(found.private.tensors[1], near.private.tensors[1])
+    assert (found.name, found.metric) == ("mnist_far", "accuracy")
+
+    clean = torch.tensor(images) / 255
+    private = pixels(found.private)[:, 0]
+    both = torch.stack([clean, clean.flip(-1)]) / 2
+    distances = torch.cdist(private.flatten(1), both.flatten(0, 1).flatten(1))
+    mirrored, chosen = distances.argmin(1) // 400, distances.argmin(1) % 400
+    assert torch.equal(found.private.tensors[1], torch.tensor(labels)[chosen].long())
+    assert stats.binomtest(int(mirrored.sum()), 200, 0.5).pvalue > 1e-3
+    noise = (private - both[mirrored, chosen]).flatten().numpy()
+    assert stats.kstest(noise, stats.norm(0, 0.25).cdf).pvalue > 1e-3
+    assert stats.kstest(noise, stats.norm(0, 0.24).cdf).pvalue < 1e-3  # the control must fail
+    assert 0.2 < pixels(found.test).std() < 0.4
+
+    assert same(tasks.mnist_far(data_dir=tmp_path, records=200).private, found.private)
+    with pytest.raises(ValueError, match="records must be at most half of the 400 training images, got 201"):
+        tasks.mnist_far(data_dir=tmp_path, records=201)
+
+
+@real_data
+def test_far_digits_on_the_published_images():
+    found = tasks.mnist_far(data_dir=REAL_DATA, records=600)
+    assert tasks.accuracy(found.model, found.public) > 85
+    assert 30 < found.score(found.model) < 60  # farther than the noise alone
+
+
 # --- intensive care --------------------------------------------------------------------------------------------------
 
 COLUMNS = tasks.datasets.VARIABLES
