@@ -7,10 +7,11 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -89,6 +90,43 @@ def train_once(model: nn.Module, train: Callable[[], None], dataset: TensorDatas
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     downloads.remember(kept, buffer.getvalue())
+
+
+def computed_once(
+    compute: Callable[[], Tensor], records: int, content: Iterable[bytes], facts: dict[str, Any]
+) -> Tensor:
+    """One row for each record, such as the features of a frozen network: computed, or taken from the cache.
+
+    Args:
+        compute: gives the rows.
+        records: how many there must be.
+        content: what they are computed from.
+        facts: what else they depend on; ``facts["task"]`` is a part of the file's name.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for part in content:
+        digest.update(hashlib.sha256(part).digest())
+    kept = downloads.cache_dir() / "features" / f"{facts['task']}-{digest.hexdigest()[:16]}.npy"
+    try:
+        rows = torch.from_numpy(np.load(io.BytesIO(kept.read_bytes()), allow_pickle=False))
+        if rows.dim() == 2 and len(rows) == records and rows.is_floating_point():
+            return rows
+    except Exception:  # absent, or damaged in one of many ways
+        pass
+    rows = compute()
+    buffer = io.BytesIO()
+    np.save(buffer, rows.numpy())
+    downloads.remember(kept, buffer.getvalue())
+    return rows
+
+
+def zero_head(features: int, classes: int) -> nn.Linear:
+    """A linear layer that starts from zero weights, and so gives every class the same probability."""
+    with torch.random.fork_rng(devices=[]):
+        head = nn.Linear(features, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def loss(model: nn.Module, dataset: TensorDataset, criterion: nn.Module) -> float:

@@ -3,12 +3,15 @@
 from opacus_expm.experiments import datasets
 from opacus_expm.experiments.clinical import icu, icu_from_csv
 from opacus_expm.experiments.digits import cnn, mnist, mnist_far
+from opacus_expm.experiments.messages import sms_head, sms_lora
+from opacus_expm.experiments.pictures import cifar10_head
 from opacus_expm.experiments.synthetic import sine
 from opacus_expm.experiments.task import Task, accuracy, fit, loss
 
 __all__ = [
     "Task",
     "accuracy",
+    "cifar10_head",
     "cnn",
     "datasets",
     "fit",
@@ -18,4 +21,6 @@ __all__ = [
     "mnist",
     "mnist_far",
     "sine",
+    "sms_head",
+    "sms_lora",
 ]
