@@ -47,7 +47,12 @@ TUTORIAL: Settings = {"learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 
 TRIALS = Trials(mean=10.0, shape=math.inf)
 
 _STEPS: tuple[Grid, ...] = (  # small batches
-    {"learning_rate": (0.01, 0.03, 0.1, 0.3, 1.0), "max_grad_norm": (1.0,), "sample_rate": (0.05,), "epochs": (10,)},
+    {
+        "learning_rate": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+        "max_grad_norm": (1.0,),
+        "sample_rate": (0.05,),
+        "epochs": (10,),
+    },
 )
 GRIDS: Mapping[str, Sequence[Grid]] = {
     "sine": DP_SGD_GRID,
