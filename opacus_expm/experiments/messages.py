@@ -33,7 +33,8 @@ def sms_head(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 2
 
     Forty messages drawn at random are public, ``records`` others are private, and all the rest are the test set. The
     model is a linear layer with two outputs, 770 parameters, fitted to the public messages with a ridge. Before
-    fine-tuning, 89 to 93 test messages in a hundred are told right, and about 97 after it without privacy.
+    fine-tuning, 90 to 94 test messages in a hundred are told right (seeds 0 to 4), and about 97 after it without
+    privacy.
 
     Args:
         seed: of the choice of messages.
@@ -65,7 +66,8 @@ def sms_lora(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 2
     mask that says which of them are there. The length is fixed, public, and holds three messages in five as a whole.
     The adapters (Hu et al. 2021) have rank 4 on query and value of the last layer, so that gradients pass through one
     layer and a pass takes seconds; adapters and head have 6,914 parameters. The adapters start as zero, the head is
-    fitted to the public messages.
+    fitted to the public messages. At seed 0, 91 test messages in a hundred are told right before fine-tuning, and 98
+    after it without privacy.
 
     Args:
         seed: of the choice of messages, and of the adapters' first factors.

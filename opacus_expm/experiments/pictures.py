@@ -35,7 +35,8 @@ def cifar10_head(seed: int = 0, *, data_dir: AnyPath | None = None, records: int
     A thousand images drawn from these 20,000 are public, ``records`` others are private; the test set is all 10,000
     test images. The model is a linear layer with ten outputs, 12,810 parameters. **It is not pretrained**: the weights
     are zero and the public images play no part in them; they are there for what a method may want to know of public
-    data, such as bounds. Before fine-tuning, all images are given the first class, 10 in a hundred of them rightly.
+    data, such as bounds. Before fine-tuning, all images are given the first class, 10 in a hundred of them rightly;
+    after it without privacy about 76 are.
 
     Args:
         seed: of the choice of images.
