@@ -43,7 +43,9 @@ RIVALS = ("free", "charged", "untuned")
 # features has the same learning rate and clipping norm; the others train with RMSprop or AdamW.
 TUTORIAL: Settings = {"learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 64, "epochs": 10, "momentum": 0.0}
 
-# Ten trials in the mean. The Poisson distribution costs about as much as the geometric one and rarely gives few trials.
+# Ten trials in the mean. With twenty steps an epoch for ten epochs, the Poisson distribution needs 2 % more noise than the
+# geometric one at ε = 0.1 and 8 % more at ε = 10, and rarely gives few trials. The logarithmic one needs a fifth less at
+# ε = 0.1, but often gives one trial or two.
 TRIALS = Trials(mean=10.0, shape=math.inf)
 
 

