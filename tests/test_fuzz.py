@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel, cli, tasks
+from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel, cli
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.experiments.cells import Outcome
 from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.results import Comparison, Row
+from opacus_expm.experiments.task import train_once
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 
@@ -457,7 +458,7 @@ def test_damaged_weights_in_the_cache_are_found_again(tmp_path_factory, changes,
         patched.setenv("OPACUS_EXPM_CACHE", str(directory))
         data, facts = TensorDataset(torch.zeros(2, FEATURES)), {"task": "fuzz"}
         model = make_model()
-        tasks._train_once(model, train, data, facts)
+        train_once(model, train, data, facts)
         (kept,) = (directory / "weights").iterdir()
         content = kept.read_bytes()
         for change in changes:
@@ -468,7 +469,7 @@ def test_damaged_weights_in_the_cache_are_found_again(tmp_path_factory, changes,
             kept.write_bytes(pickle.dumps(Payload(directory / "ran")) if malicious else content)
         expected = copy.deepcopy(model.state_dict())
         model = make_model()
-        tasks._train_once(model, train, data, facts)
+        train_once(model, train, data, facts)
     assert not (directory / "ran").exists()
     assert len(trained) == 2 or not malicious
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
