@@ -6,14 +6,9 @@ What belongs to experiments (``compare``, ``Comparison``, ``datasets`` and ``tas
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accounting.accountant import (
-    BudgetExceeded,
-    ExpMAccountant,
-    NoGuarantee,
-    NotGuaranteed,
-    Purchase,
-    Release,
-)
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.events import NoGuarantee, NotGuaranteed, Purchase, Release
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.gathering.ranks import RankFailed
 from opacus_expm.gathering.rows import GradSampling

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.noise import Noise
 

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check
-from opacus_expm.accounting.accountant import Purchase
 from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import Purchase
 from opacus_expm.books import Books
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.passes import Remembered, Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import Uniforms, grid_counts, private_quantile, reliable_epsilon
+from opacus_expm.subspaces import Subspace
 
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
 _SHARE = 0.05  # of a budget that one bound may cost at the most
@@ -54,6 +55,13 @@ class Bounds:
             _check.positive("max_grad_norm", self.max_grad_norm)
         if self.max_curvature is not None:
             _check.non_negative("max_curvature", self.max_curvature)
+
+    @classmethod
+    def of(cls, max_grad_norm: float | None, max_curvature: float | None, subspace: Subspace) -> Bounds:
+        """As asked for; without private curvature where the subspace does not use it unless it is asked for."""
+        if max_curvature is None and not subspace.private_curvature:
+            max_curvature = 0.0
+        return cls(max_grad_norm, max_curvature)
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_expm.accounting.accountant import ExpMAccountant, NotGuaranteed
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.events import NotGuaranteed
 from opacus_expm.accounting.ledger import LedgerFile
 
 if TYPE_CHECKING:

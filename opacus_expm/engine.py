@@ -168,7 +168,7 @@ class ExpMQuadEngine(NotCopied):
         """
         plan = Plan(
             Budget.of(epsilon, delta, radius, regularization, rounds),
-            _bounds(max_grad_norm, max_curvature, subspaces.named(projection)),
+            Bounds.of(max_grad_norm, max_curvature, subspaces.named(projection)),
             Measurement(
                 subspaces.named(projection),
                 proj_dim,
@@ -287,7 +287,7 @@ class ExpMQuadEngine(NotCopied):
         if public_loader is not None:
             loaders.check_public(public_loader, data_loader, "data_loader")
         subspace = subspaces.named(projection)
-        bounds = _bounds(max_grad_norm, max_curvature, subspace)
+        bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
         if bounds.missing and public_loader is None:
             raise ValueError(
                 f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop has no pass "
@@ -381,7 +381,7 @@ class ExpMQuadEngine(NotCopied):
             max_physical_batch_size=max_physical_batch_size,
             progress=progress,
         )
-        bounds = _bounds(max_grad_norm, max_curvature, subspace)
+        bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
         check_subspace(subspace, bounds, public_loader)
         if private_checkpoint is not None and subspace.seed is None:
             raise ValueError(
@@ -592,13 +592,6 @@ class ExpMQuadEngine(NotCopied):
         except (TypeError, ValueError):
             return False
         return True
-
-
-def _bounds(max_grad_norm: float | None, max_curvature: float | None, subspace: Subspace) -> Bounds:
-    """As asked for; without private curvature where the subspace does not use it unless it is asked for."""
-    if max_curvature is None and not subspace.private_curvature:
-        max_curvature = 0.0
-    return Bounds(max_grad_norm, max_curvature)
 
 
 def _facts(statistics: object) -> dict[str, object]:

@@ -31,7 +31,7 @@ from opacus_expm.books import Books
 from opacus_expm.gathering.criteria import CrossEntropy, MeanSquaredError
 from opacus_expm.gathering.passes import Measurement, full_space
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.mechanism.calibration import Calibration
+from opacus_expm.mechanism.calibration import ROUNDING_MARGIN, Calibration
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.mechanism.sampling import Exact, Sampler, truncated_normal
 from opacus_expm.mechanism.sensitivity import Sensitivity
@@ -254,7 +254,7 @@ def calibrate(sensitivity: Sensitivity, epsilon: float, radius: float) -> Calibr
     """
     delta_u = 2 * radius * sensitivity.max_grad_norm + radius**2 * sensitivity.max_curvature
     c = _check.positive("epsilon", epsilon) / (2 * delta_u)
-    return Calibration(c, c * sensitivity.width(radius), math.inf, "paper")
+    return Calibration(c * (1 - ROUNDING_MARGIN), c * sensitivity.width(radius), math.inf, "paper")
 
 
 def bounds_read_off(

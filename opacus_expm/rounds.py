@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check
-from opacus_expm.accounting.accountant import Release
-from opacus_expm.accounting.admission import Admission, PlannedEvent
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import PlannedEvent, Release
 from opacus_expm.books import Books
 from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders

@@ -972,7 +972,6 @@ PUBLIC_FIELDS = {
     "sampler",
     "failure_probability",
     "bounds",
-    "clipping",
     "round",
     "rounds",
 }
@@ -993,7 +992,7 @@ def test_a_release_record_holds_public_facts_only():
     assert (found.nominal_size, found.max_grad_norm, found.max_curvature) == (RECORDS, 1.0, 1.0)
     assert (found.projection, found.proj_dim, found.seed) == ("stiefel", 5, 9)
     assert (found.sampler, found.failure_probability, found.noise) == ("exact", 0.0, "system")
-    assert (found.bounds, found.clipping, found.round, found.rounds) == ("given", "separate", 1, 1)
+    assert (found.bounds, found.round, found.rounds) == ("given", 1, 1)
 
 
 def test_the_full_space_has_no_seed():

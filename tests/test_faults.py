@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
 from opacus_expm import ExpMQuadEngine, suggest
-from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.gathering import randomness
 from opacus_expm.gathering.criteria import CrossEntropy
@@ -109,7 +110,8 @@ class Interruption:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line":
-            self.places.append((Path(frame.f_code.co_filename).name, frame.f_lineno))
+            file = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
+            self.places.append((file, frame.f_lineno))
             if len(self.places) - 1 == self.at:
                 self.where = self.places[-1]
                 raise KeyboardInterrupt
@@ -254,7 +256,7 @@ SET_BACK, _START = inspect.getsourcelines(randomness._set_states)
 
 def is_cleanup(place):
     file, number = place
-    if file == "randomness.py" and _START <= number < _START + len(SET_BACK):
+    if file == "gathering/randomness.py" and _START <= number < _START + len(SET_BACK):
         return True
     line = (Path(PACKAGE) / file).read_text().splitlines()[number - 1].strip()
     return line.startswith(CLEANUP) or line in ("yield", "finally:")
@@ -286,7 +288,7 @@ def test_a_fault_that_leaves_something_behind_is_noticed(tmp_path, monkeypatch):
     expected, places = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
     directory, draws = tmp_path / "ledger", Draws(monkeypatch)
     directory.mkdir()
-    middle = next(n for n, (file, _) in enumerate(places) if file == "layer_rules.py")
+    middle = next(n for n, (file, _) in enumerate(places) if file == "gathering/layers.py")
     with monkeypatch.context() as patched:
         patched.setattr(opacus_expm.gathering.statistics, "working_copy", lambda module: module.eval())
         with pytest.raises(AssertionError):
@@ -423,7 +425,7 @@ def test_a_polite_request_to_stop(name, tmp_path, monkeypatch):
 def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
     """Half a release is none: the module is put back, the charge stays, and the run is over."""
     engine, model = ExpMQuadEngine(), make_model()
-    moved, copy_into = [], opacus_expm.swap._copy_into
+    moved, copy_into = [], opacus_expm.swap.epoch._copy_into
 
     def interrupted(parameters, values):
         moved.append(next(iter(parameters)))
@@ -432,7 +434,7 @@ def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
             raise KeyboardInterrupt
         copy_into(parameters, values)
 
-    monkeypatch.setattr(opacus_expm.swap, "_copy_into", interrupted)
+    monkeypatch.setattr(opacus_expm.swap.epoch, "_copy_into", interrupted)
     before = weights(model)
     with pytest.raises(KeyboardInterrupt):
         loop_in_place(engine, model, **options_of(**GIVEN))

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMQuadEngine, cli, tasks
-from opacus_expm.accounting.accountant import ExpMAccountant, Purchase, Release
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.experiments.cells import Outcome
 from opacus_expm.experiments.journal import Journal
@@ -206,7 +207,6 @@ FACTS = {
     "sampler": "exact",
     "failure_probability": 0.0,
     "bounds": "given",
-    "clipping": "separate",
     "round": 1,
     "rounds": 1,
     "noise": "system",

@@ -28,17 +28,13 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorD
 
 from opacus_expm import ExpMQuadEngine, _files, audit, bounds, paper, rounds
 from opacus_expm._tables import markdown
-from opacus_expm.accounting import accountant, composition, ledger
-from opacus_expm.accounting.accountant import (
-    BudgetExceeded,
-    ExpMAccountant,
-    NoGuarantee,
-    NotGuaranteed,
-    Purchase,
-    Release,
-)
-from opacus_expm.accounting.admission import Admission, PlannedEvent
+from opacus_expm.accounting import accountant, filters, ledger
+from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import NoGuarantee, NotGuaranteed, PlannedEvent, Purchase, Release
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.audit.findings import synthetic_data
 from opacus_expm.books import Books
 from opacus_expm.gathering import clipping, collating, files, hooks, loaders, passes
 from opacus_expm.gathering import records as named
@@ -80,8 +76,7 @@ STIFF = Pair(
 
 
 def _holds(model, loader, neighbour, arguments):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*its report is NOT private")
+    with synthetic_data():
         report = audit.audit_pair(model, loader, neighbour, arguments, draws=2)
     exact = [f for f in report.findings if f.method != "draws"]
     assert all(f.holds for f in exact), report.table()
@@ -325,7 +320,7 @@ def _is_refused(charge, error=BudgetExceeded):
 
 def threads_share_one_budget():
     """The first is judged for as long as the second may need to be judged as well, were there no lock."""
-    accountant, together, admits = ExpMAccountant(budget=(1.0, 0.0)), threading.Barrier(2), composition.Filter.admits
+    accountant, together, admits = ExpMAccountant(budget=(1.0, 0.0)), threading.Barrier(2), filters.Filter.admits
     refused = []
 
     def slow(self, *args):
@@ -334,8 +329,8 @@ def threads_share_one_budget():
         return admits(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition.Filter, "admits", slow)
-        patch.setattr(ExpMAccountant, "_remaining", lambda _: 0.0)  # for the message
+        patch.setattr(filters.Filter, "admits", slow)
+        patch.setattr(filters.Room, "remaining", lambda *_: 0.0)  # for the message
         work = lambda: refused.append(_is_refused(lambda: accountant.record(PURE)))  # noqa: E731
         threads = [threading.Thread(target=work) for _ in range(2)]
         for step in (threading.Thread.start, threading.Thread.join):
@@ -931,7 +926,7 @@ def _paid_anywhere(patch):
 
 
 def _shares_beside_a_plan(patch):
-    patch.setattr(composition.Filter, "admits_pure", composition.Filter.admits)
+    patch.setattr(filters.Filter, "admits_pure", filters.Filter.admits)
 
 
 def _nothing_reserved(patch):

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, EXPERIMENTS, METHODS, RADII, RADIUS, TASKS, Effort, Setting
 from opacus_expm import _check, paper
-from opacus_expm.accounting.accountant import NoGuarantee
+from opacus_expm.accounting.events import NoGuarantee
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments import tasks
 from opacus_expm.experiments.compare import compare, task_digest

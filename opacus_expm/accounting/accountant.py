@@ -1,15 +1,12 @@
 """The ledger: what was released, and what it cost.
 
-A ``Release`` is an immutable record of public facts; ``ExpMAccountant`` keeps the list and turns it into ε(δ). It is
-registered with Opacus as ``"expm"`` and goes on accepting DP-SGD steps, so that both kinds of training on the same
-data share one total.
+``ExpMAccountant`` keeps the list of events (see ``events``) and turns it into ε(δ). It is registered with Opacus as
+``"expm"`` and goes on accepting DP-SGD steps, so that both kinds of training on the same data share one total.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import math
 import os
 import threading
 import warnings
@@ -17,200 +14,36 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, overload
 
 from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
 from opacus_expm import _check
-from opacus_expm.accounting.admission import Admission, PlannedEvent
-from opacus_expm.accounting.composition import Event, Filter, Steps, total_epsilon
-from opacus_expm.accounting.ledger import LedgerError, LedgerFile
-from opacus_expm.mechanism import curves
-from opacus_expm.mechanism.sensitivity import ADJACENCIES
-
-NOISES = ("system", "given")
-EXACT_SAMPLERS = ("exact", "secure")
-
-
-BOUNDS = ("given", "public", "bought", "paper")  # where C_g and C_H may come from, the last without any guarantee
-
-
-class BudgetExceeded(ValueError):
-    """An event would exceed the declared budget; nothing was charged or released."""
-
-
-class NoGuarantee(ValueError):
-    """The ledger holds, or would hold, a draw that ε does not cover: none can be stated, and no budget be kept.
-
-    Its bounds were read off the private data, or its sampler was not exact; or, where there is a budget, its noise came from
-    a generator that was given.
-    """
-
-
-class NotGuaranteed(UserWarning):
-    """The ε that is stated holds only if the noise of every draw is unknown, and a generator was given for some of them."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """One draw that left, or was about to leave: public facts only.
-
-    Attributes:
-        epsilon_range: length of the interval that contains the privacy loss: the release is ε_range-DP. Infinite where the
-            draw was calibrated by μ and a bound was bought before: c·W depends on what was bought then.
-        mu: parameter of Gaussian differential privacy, possibly infinite. One of the two is finite.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        epsilon: budget that was asked for, for all rounds of the plan together.
-        delta: likewise.
-        calibration: which calibration was used.
-        radius: R.
-        regularization: λ.
-        nominal_size: N.
-        max_grad_norm: C_g.
-        max_curvature: C_H.
-        projection: kind of projection.
-        proj_dim: k.
-        seed: public seed of the projection, None where nothing is random.
-        sampler: how the draw was made: ``"exact"`` or ``"secure"``; anything else has **no guarantee**.
-        failure_probability: total variation between the draw and the exact mechanism, 0 outside secure mode.
-        bounds: where C_g and C_H came from: ``"given"``, ``"public"``, ``"bought"``; or ``"paper"``, read off the private
-            data, in which case there is **no guarantee**.
-        round: which draw of its plan.
-        rounds: how many draws the plan has.
-        noise: ``"system"``, from the operating system's entropy; or ``"given"``, from a generator of the caller's, whose
-            seed others may know: **not guaranteed**. Ledgers that were written before this was recorded are read as
-            ``"system"``.
-    """
-
-    epsilon_range: float
-    mu: float
-    adjacency: str
-    epsilon: float
-    delta: float
-    calibration: str
-    radius: float
-    regularization: float
-    nominal_size: int
-    max_grad_norm: float
-    max_curvature: float
-    projection: str
-    proj_dim: int
-    seed: int | None
-    sampler: str = "exact"
-    failure_probability: float = 0.0
-    bounds: str = "given"
-    round: int = 1
-    rounds: int = 1
-    noise: str = "system"
-
-    def __post_init__(self) -> None:
-        for name in ("epsilon_range", "mu"):
-            if getattr(self, name) != math.inf:
-                _check.positive(name, getattr(self, name))
-        if self.epsilon_range == self.mu == math.inf:
-            raise ValueError("epsilon_range or mu must be finite: a release has a cost")
-        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        for name in ("epsilon", "radius", "max_grad_norm"):
-            _check.positive(name, getattr(self, name))
-        for name in ("regularization", "max_curvature"):
-            _check.non_negative(name, getattr(self, name))
-        for name in ("delta", "failure_probability"):
-            _check.fraction(name, getattr(self, name))
-        for name in ("nominal_size", "proj_dim", "round", "rounds"):
-            _check.positive_int(name, getattr(self, name))
-        _check.one_of("bounds", self.bounds, BOUNDS)
-        _check.one_of("noise", self.noise, NOISES)
-        for name in ("calibration", "projection", "sampler"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a name, got {getattr(self, name)!r}")
-        if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
-            raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite range or μ becomes None."""
-        facts = dataclasses.asdict(self)
-        return facts | {name: None for name in ("epsilon_range", "mu") if math.isinf(facts[name])}
-
-    @classmethod
-    def from_dict(cls, facts: Any) -> Release:
-        """The inverse of ``to_dict``.
-
-        Raises:
-            ValueError: missing or unknown facts, or values that no release can have.
-        """
-        names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(facts, Mapping) or set(facts) | {"noise"} != names:
-            raise ValueError(f"a release has exactly the fields {sorted(names)}")
-        try:
-            return cls(**{**facts, **{name: math.inf for name in ("epsilon_range", "mu") if facts[name] is None}})
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class Purchase:
-    """A clipping bound bought from the private data as a private quantile: public facts only.
-
-    Attributes:
-        epsilon_range: ε₁, a pure ε.
-        adjacency: ``"add_remove"`` or ``"replace_one"``.
-        bound: ``"max_grad_norm"`` or ``"max_curvature"``.
-        quantile: which quantile was asked for.
-        nominal_size: N.
-        receipt: a random name, by which statistics with this bound know the ledger that paid for it. Empty in ledgers that
-            were written before there were receipts.
-        noise: as in ``Release``.
-    """
-
-    epsilon_range: float
-    adjacency: str
-    bound: str
-    quantile: float
-    nominal_size: int
-    receipt: str = ""
-    noise: str = "system"
-
-    mu = math.inf
-    failure_probability = 0.0
-    delta = 0.0
-
-    def __post_init__(self) -> None:
-        _check.positive("epsilon_range", self.epsilon_range)
-        _check.one_of("adjacency", self.adjacency, ADJACENCIES)
-        _check.one_of("bound", self.bound, ("max_grad_norm", "max_curvature"))
-        _check.fraction("quantile", self.quantile)
-        _check.positive_int("nominal_size", self.nominal_size)
-        if not isinstance(self.receipt, str):
-            raise TypeError(f"receipt must be a name, got {self.receipt!r}")
-        _check.one_of("noise", self.noise, NOISES)
-
-    @property
-    def epsilon(self) -> float:
-        """What was asked for, which is what it costs."""
-        return self.epsilon_range
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
-
-def _event_from_dict(facts: Any) -> Release | Purchase:
-    """A release, or a purchase, which names a bound.
-
-    Raises:
-        ValueError: missing or unknown facts, or values that no such event can have.
-    """
-    if not isinstance(facts, Mapping) or "bound" not in facts:
-        return Release.from_dict(facts)
-    names = {f.name for f in dataclasses.fields(Purchase)}
-    if set(facts) | {"receipt", "noise"} != names:
-        raise ValueError(f"a purchase has exactly the fields {sorted(names)}")
-    try:
-        return Purchase(**facts)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.composition import total_epsilon
+from opacus_expm.accounting.contents import (
+    Contents,
+    adjacencies,
+    budget_entry,
+    event_entry,
+    step_entry,
+    with_step,
+)
+from opacus_expm.accounting.events import (
+    Cost,
+    Event,
+    NotGuaranteed,
+    Purchase,
+    Steps,
+    check_draw,
+    check_guarantee,
+    check_is_event,
+    checked_steps,
+    is_covered,
+)
+from opacus_expm.accounting.filters import BudgetExceeded, Filter, Room, checked_budget
+from opacus_expm.accounting.ledger import LedgerFile
 
 
 class NotCopied:
@@ -227,7 +60,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     """Privacy accountant for ExpM-Quad releases and DP-SGD steps on the same data.
 
     ``history`` holds DP-SGD steps as Opacus's (noise_multiplier, sample_rate, steps) triples, so that Opacus's helpers
-    work unchanged; ``releases`` holds the exponential-mechanism releases and purchases of bounds.
+    work unchanged; ``releases`` holds all other events, such as releases and purchases of bounds.
 
     Args:
         budget: (ε, δ) that may not be exceeded, declared before the first event; events may then be chosen adaptively. It
@@ -246,7 +79,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     because each would have a ledger of its own; they share a file.
 
     **Privacy:** ``get_epsilon`` is valid for releases whose budgets were fixed in advance; for budgets chosen after
-    looking at earlier releases, declare a ``budget`` (see ``composition``).
+    looking at earlier releases, declare a ``budget`` (see ``filters``).
     """
 
     def __init__(
@@ -255,19 +88,19 @@ class ExpMAccountant(NotCopied, IAccountant):
         super().__init__()
         self._lock, self._process = threading.RLock(), os.getpid()
         self.history: list[Steps] = []
-        self.releases: list[Release | Purchase] = []
+        self.releases: list[Event] = []
         self._budget: Filter | None = None
         self._claimed = False  # whether a plan has begun that was admitted by its total alone, and so has all of δ
         # The plan that has begun; later a weak reference, so that one that was abandoned reserves nothing.
         self._begun: Callable[[], Admission | None] = lambda: None
-        declared = None if budget is None else _budget(budget)
+        declared = None if budget is None else checked_budget(budget)
         self._file = None if ledger_path is None else LedgerFile(ledger_path)
         with self._exclusive():
             if declared is not None and self._budget is None:
                 if len(self):
                     _warn_of_a_late_budget(declared, len(self))
                 if self._file is not None:
-                    self._file.append({"budget": dataclasses.asdict(declared)})
+                    self._file.append(budget_entry(declared))
                 self._budget = declared
             self._check_same_budget(declared)
 
@@ -277,7 +110,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         return self._budget
 
     def _check_same_budget(self, other: Filter | None) -> None:
-        """Raise if another budget than the ledger's is meant."""
+        """Raise if a budget is named that is not the ledger's."""
         if other is not None and self._budget is not None and other != self._budget:
             raise ValueError(
                 f"budget=({other.epsilon:g}, {other.delta:g}) is not the ledger's, which is ({self._budget.epsilon:g}, "
@@ -285,22 +118,21 @@ class ExpMAccountant(NotCopied, IAccountant):
                 "budget out to go on with it"
             )
 
-    def record(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
-        """Charge one release or purchase; called before the draw, so that a crash cannot give a free one.
+    def record(self, release: Event, *, admission: Admission | None = None) -> None:
+        """Charge one event. This is called before the draw, so that a crash cannot give a free one.
 
         Args:
-            release: what is about to be drawn.
+            release: the event that is about to happen.
             admission: the plan that it follows. A charge that does not, or that comes after something else was charged
                 besides, is judged like one without a plan.
 
         Raises:
-            TypeError: neither a ``Release`` nor a ``Purchase``.
+            TypeError: it is of no kind that a ledger holds (see ``events.KINDS``).
             ValueError: its adjacency differs from what is already in the ledger.
             BudgetExceeded: it would exceed the budget.
             NoGuarantee: there is a budget, and ε does not cover this draw or an earlier one.
         """
-        if not isinstance(release, Release | Purchase):
-            raise TypeError(f"release must be a Release or a Purchase, got {release!r}")
+        check_is_event(release)
         with self._exclusive():
             self._check_adjacency(release.adjacency)
             self._check_countable(release)
@@ -310,12 +142,12 @@ class ExpMAccountant(NotCopied, IAccountant):
             claims = followed is not None and followed.by_total
             self._claimed = self._claimed or claims  # before the charge: an interrupt must not come in between
             if self._file is not None:
-                self._file.append({"release": release.to_dict(), **({"claims_delta": True} if claims else {})})
+                self._file.append(event_entry(release, claims=claims))
             self.releases.append(release)
             self._keep_up(release, followed, running)
 
-    def note(self, release: Release | Purchase, *, admission: Admission | None = None) -> None:
-        """Keep up with a charge that the leading rank of the same work has made; not a charge of its own.
+    def note(self, release: Event, *, admission: Admission | None = None) -> None:
+        """Keep up with a charge that the leading rank of the same work has made. Nothing is charged again.
 
         Where the ledger is a file, which ranks share, the charge is already in it.
         """
@@ -327,14 +159,14 @@ class ExpMAccountant(NotCopied, IAccountant):
                     self.releases.append(release)
                 self._keep_up(release, followed, running)
 
-    def _followed(self, admission: Admission | None, release: Release | Purchase) -> Admission | None:
+    def _followed(self, admission: Admission | None, release: Event) -> Admission | None:
         """The plan, if the release is the next of its charges."""
         if admission is None or not admission.follows(release, self.releases, self.history):
             return None
         return admission
 
-    def _keep_up(self, release: Release | Purchase, followed: Admission | None, running: Admission | None) -> None:
-        """Let plans know what was charged: the one that it follows, and the one beside whose rest it fits."""
+    def _keep_up(self, release: Event, followed: Admission | None, running: Admission | None) -> None:
+        """Tell plans what was charged: the plan that the charge follows, and the plan beside whose reservation it fits."""
         if followed is not None:
             followed.charged(release)
             if running is None:
@@ -344,14 +176,14 @@ class ExpMAccountant(NotCopied, IAccountant):
                 plan.keep_up(self.releases, self.history)
 
     def identity(self) -> str:
-        """Everything in the ledger, its budget and which file it is: equal for processes that share it."""
+        """A text that tells all that the ledger holds, its budget and its file, the same in processes that share it."""
         self._refresh()
         file = None if self._file is None else os.stat(self._file.path).st_ino
         return repr((self.releases, self.history, self.budget, self._claimed, file))
 
     def admit(
         self,
-        alternatives: Sequence[Sequence[Event]],
+        alternatives: Sequence[Sequence[Cost]],
         epsilon: float,
         delta: float,
         *,
@@ -365,8 +197,8 @@ class ExpMAccountant(NotCopied, IAccountant):
                 charges bought, if the lists agree up to there, and if one theorem for adaptively chosen mechanisms covers
                 them all: basic composition, where the purchases are pure and every list ends with one draw that is
                 (ε′, δ)-DP; or Gaussian composition, where the n-th charge of every list is μ_n-GDP.
-            epsilon: what was asked for, for the message.
-            delta: likewise.
+            epsilon: the ε that was asked for, for the message.
+            delta: the δ that was asked for, for the message.
             instead_of: a plan that will be given up for this one, so that it reserves nothing any more.
 
         Returns:
@@ -382,7 +214,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_countable()
             by_total = False
             for plan in alternatives:
-                if self._room(plan, self.history, but=instead_of):
+                if self._room(instead_of).fits(plan, self.history):
                     continue
                 if self.budget is None or len(self) or not self.budget.admits_total(plan):
                     self._check_room(plan, epsilon, delta, but=instead_of)
@@ -407,18 +239,14 @@ class ExpMAccountant(NotCopied, IAccountant):
             return None
         return plan
 
-    def _room(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
-        """Whether these events, and the steps up to here, fit the budget beside what a running plan has reserved."""
-        if self.budget is None:
-            return True
+    def _room(self, but: Admission | None = None) -> Room:
+        """What still fits the budget, beside what a running plan has reserved."""
         running = self._running(but)
-        if running is not None and running.by_total:
-            return False
-        admits = self.budget.admits_pure if self._claimed else self.budget.admits
-        rests = [[]] if running is None else running.rest
-        return all(admits([*self.releases, *events, *rest], history) for rest in rests)
+        if running is None:
+            return Room(self.budget, self.releases, self._claimed)
+        return Room(self.budget, self.releases, self._claimed, running.rest, running.by_total)
 
-    def check(self, release: Release | Purchase) -> None:
+    def check(self, release: Event) -> None:
         """Raise if the release cannot be charged; nothing changes."""
         with self._exclusive():
             self._check_adjacency(release.adjacency)
@@ -432,47 +260,40 @@ class ExpMAccountant(NotCopied, IAccountant):
             NoGuarantee: there is a budget, and the sampler is not exact or the noise not the operating system's.
         """
         if self.budget is not None:
-            _check_draw(sampler, noise)
+            check_draw(sampler=sampler, noise=noise)
 
-    def _check_countable(self, *more: Release | Purchase) -> None:
-        """No budget is kept by a ledger for which no ε can be stated without reserve."""
+    def _check_countable(self, *more: Event) -> None:
+        """Raise if there is a budget and ε does not cover every event, with these, without reserve."""
         if self.budget is not None:
-            _check_guarantee([*self.releases, *more], promised=True)
+            check_guarantee([*self.releases, *more], promised=True)
 
     @property
     def guaranteed(self) -> bool:
         """Whether ε covers every entry without reserve: bounds, samplers and noise are all as the proofs need them."""
         self._refresh()
-        return all(map(_is_covered, self.releases))
+        return all(map(is_covered, self.releases))
 
-    def _room_in_the_end(self, events: Sequence[Event], history: list[Steps], *, but: Admission | None = None) -> bool:
-        """The same, once abandoned plans are gone: a training loop holds on to itself until it is collected."""
-        if self._room(events, history, but=but):
+    def _fits(self, events: Sequence[Cost], history: list[Steps], *, but: Admission | None = None) -> bool:
+        """Whether these events, and the steps up to here, fit the budget; if need be once abandoned plans are collected.
+
+        A training loop refers to itself, so that one that was abandoned keeps its reservation until it is collected.
+        """
+        if self._room(but).fits(events, history):
             return True
-        return self._running(but) is not None and gc.collect() > 0 and self._room(events, history, but=but)
+        return self._running(but) is not None and gc.collect() > 0 and self._room(but).fits(events, history)
 
     def _check_room(
-        self, events: Sequence[Event], epsilon: float, delta: float, *, but: Admission | None = None
+        self, events: Sequence[Cost], epsilon: float, delta: float, *, but: Admission | None = None
     ) -> None:
-        if self.budget is None or self._room_in_the_end(events, self.history, but=but):
+        """Raise if these events do not fit the budget; ``epsilon`` and ``delta`` are what was asked for."""
+        if self.budget is None or self._fits(events, self.history, but=but):
             return
-        fits = f"a pure release of at most epsilon={self._remaining():g} still fits{self._besides()}"
+        room = self._room()
         raise BudgetExceeded(
             f"a release with epsilon={epsilon:g}, delta={delta:g} would exceed the budget epsilon={self.budget.epsilon:g}, "
-            f"delta={self.budget.delta:g}; {fits}"
+            f"delta={self.budget.delta:g}; a pure release of at most epsilon={room.remaining(self.history):g} still "
+            f"fits{room.why_less()}"
         )
-
-    def _besides(self) -> str:
-        """Why less may fit than the ledger's charges let one expect, for the message."""
-        running = self._running()
-        if running is not None:
-            return (
-                f" beside a plan that has begun and has {max(map(len, running.rest))} charges to go: let it come to its "
-                "end, or give it up with accountant.give_up()"
-            )
-        if self._claimed:
-            return ". A plan that needed all of delta has begun: what is charged besides has to be pure"
-        return ""
 
     def remaining(self) -> float:
         """The largest ε of one more pure release within the budget; infinite without a budget.
@@ -483,20 +304,7 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_countable()
             if self._running() is not None:
                 gc.collect()  # a training loop that was abandoned holds on to itself
-            return self._remaining()
-
-    def _remaining(self) -> float:
-        if self.budget is None:
-            return math.inf
-        low, high = 0.0, curves.bounded_range_for(self.budget.epsilon, self.budget.delta) * (1 + 1e-9)
-        for _ in range(60):
-            middle = (low + high) / 2
-            admitted = self._room([PlannedEvent(middle)], self.history)
-            low, high = (middle, high) if admitted else (low, middle)
-        if low < 1e-10 * self.budget.epsilon:  # the filter's slack for rounding is not to be spent
-            return 0.0
-        digits = 10.0 ** (5 - math.floor(math.log10(low)))
-        return math.floor(low * digits) / digits
+            return self._room().remaining(self.history)
 
     def check_paid(self, receipts: Set[str]) -> None:
         """Raise if bounds with these receipts were not all bought from this ledger.
@@ -519,10 +327,11 @@ class ExpMAccountant(NotCopied, IAccountant):
             self._check_adjacency(adjacency)
 
     def _check_adjacency(self, adjacency: str) -> None:
-        held = {r.adjacency for r in self.releases} | ({"add_remove"} if self.history else set())
-        if held - {adjacency}:
+        """Raise if the ledger counts other neighbours."""
+        others = adjacencies(self.releases, self.history) - {adjacency}
+        if others:
             raise ValueError(
-                f"adjacency={adjacency!r} cannot be added to a ledger that counts {(held - {adjacency}).pop()!r}: the "
+                f"adjacency={adjacency!r} cannot be added to a ledger that counts {others.pop()!r}: the "
                 "two notions of a neighbour do not compose; use a ledger (engine) of its own"
             )
 
@@ -533,18 +342,18 @@ class ExpMAccountant(NotCopied, IAccountant):
             ValueError: the ledger counts replace-one neighbours.
             BudgetExceeded: the step would exceed the budget.
         """
-        noise_multiplier, sample_rate, _ = _steps((noise_multiplier, sample_rate, 1))
+        noise_multiplier, sample_rate, _ = checked_steps((noise_multiplier, sample_rate, 1))
         with self._exclusive():
             self._check_adjacency("add_remove")
             self._check_countable()
-            history, running = _with_step(self.history, noise_multiplier, sample_rate), self._running()
-            if self.budget is not None and not self._room_in_the_end([], history):
+            history, running = with_step(self.history, noise_multiplier, sample_rate), self._running()
+            if self.budget is not None and not self._fits([], history):
                 raise BudgetExceeded(
                     f"one more DP-SGD step would exceed the budget (epsilon={self.budget.epsilon:g}, "
-                    f"delta={self.budget.delta:g}){self._besides()}"
+                    f"delta={self.budget.delta:g}){self._room().why_less()}"
                 )
             if self._file is not None:
-                self._file.append({"step": {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}})
+                self._file.append(step_entry(noise_multiplier, sample_rate))
             self.history = history
             if running is not None:
                 running.keep_up(self.releases, self.history)
@@ -570,7 +379,7 @@ class ExpMAccountant(NotCopied, IAccountant):
         _check.fraction("delta", delta)
         with self._exclusive():
             releases, history = list(self.releases), list(self.history)
-        _check_guarantee(releases)
+        check_guarantee(releases)
         given = sum(event.noise != "system" for event in releases)
         if given:
             warnings.warn(
@@ -593,10 +402,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """The ledger and its budget as plain numbers and strings."""
         state: dict[str, Any] = super().state_dict(OrderedDict() if destination is None else destination)
-        state["releases"] = [r.to_dict() for r in self.releases]
-        state["budget"] = None
-        if self._budget is not None:
-            state["budget"] = {**dataclasses.asdict(self._budget), "claims_delta": self._claimed}
+        state.update(Contents(self.releases, self.history, self._budget, self._claimed).to_state())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -611,28 +417,20 @@ class ExpMAccountant(NotCopied, IAccountant):
         """
         if self._file is not None:
             raise ValueError("this accountant keeps its ledger in a file (ledger_path), which may not be replaced")
-        if not isinstance(state_dict, Mapping):
-            raise ValueError(f"a saved ledger is a dictionary, got {type(state_dict).__name__}")
-        if state_dict.get("mechanism", self.mechanism()) != self.mechanism():
-            raise ValueError(f"the state of a {state_dict['mechanism']!r} accountant cannot be loaded into 'expm'")
-        saved, runs = state_dict.get("releases"), state_dict.get("history")
-        if "mechanism" not in state_dict or not isinstance(saved, list | tuple) or not isinstance(runs, list | tuple):
-            raise ValueError("a saved ledger has the lists 'releases' and 'history'; its 'mechanism' is 'expm'")
-        releases, history = [_event_from_dict(facts) for facts in saved], [_steps(run) for run in runs]
-        _one_adjacency(releases, history)
-        budget, claimed = _saved_budget(state_dict.get("budget"))
+        saved = Contents.from_state(state_dict, self.mechanism())
         with self._exclusive():
-            self._check_same_budget(budget)
-            if releases[: len(self.releases)] != self.releases or not _begins_with(history, self.history):
+            self._check_same_budget(saved.budget)
+            if not saved.begins_with(self.releases, self.history):
                 raise ValueError(
                     "this ledger holds charges with which the saved one does not begin: loading it would make spent budget "
                     "disappear. Load it with a new engine or accountant; or load the weights alone, a checkpoint's "
                     "'module_state_dict'"
                 )
-            if self._budget is not None and budget is None and (releases, history) != (self.releases, self.history):
-                _warn_of_a_late_budget(self._budget, len(releases) + sum(steps for _, _, steps in history))
-            self.history, self.releases = history, releases
-            self._budget, self._claimed = budget or self._budget, claimed or self._claimed
+            more = (saved.releases, saved.history) != (self.releases, self.history)
+            if self._budget is not None and saved.budget is None and more:
+                _warn_of_a_late_budget(self._budget, len(saved))
+            self.history, self.releases = saved.history, saved.releases
+            self._budget, self._claimed = saved.budget or self._budget, saved.claimed or self._claimed
 
     def _refresh(self) -> None:
         """Read in what other processes charged."""
@@ -656,77 +454,16 @@ class ExpMAccountant(NotCopied, IAccountant):
                 yield
                 return
             with self._file.locked():
-                self._read_file()
+                held = Contents.from_file(self._file)
+                self.releases, self.history = held.releases, held.history
+                self._budget, self._claimed = held.budget, held.claimed
                 yield
-
-    def _read_file(self) -> None:
-        """Make the lists what the file says."""
-        if self._file is None:
-            return
-        releases: list[Release | Purchase] = []
-        history: list[Steps] = []
-        budget: Filter | None = None
-        claimed = False
-        for entry in self._file.entries():
-            try:
-                if "release" in entry:
-                    releases.append(_event_from_dict(entry["release"]))
-                    claimed = claimed or "claims_delta" in entry
-                elif "budget" in entry:
-                    if budget is not None:
-                        raise ValueError("a budget is declared once")
-                    budget = _budget_from_dict(entry["budget"])
-                else:
-                    run = _steps((entry["step"]["noise_multiplier"], entry["step"]["sample_rate"], 1))
-                    history = _with_step(history, run[0], run[1])
-            except (KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"{self._file.path} holds an entry that is no charge or budget: {error}") from error
-        try:
-            _one_adjacency(releases, history)
-        except ValueError as error:
-            raise LedgerError(f"{self._file.path}: {error}") from error
-        self.releases, self.history, self._budget, self._claimed = releases, history, budget, claimed
 
     def __repr__(self) -> str:
         steps = sum(steps for _, _, steps in self.history)
-        reserved = sum(not _is_covered(event) for event in self.releases)
+        reserved = sum(not is_covered(event) for event in self.releases)
         reserve = f", not_guaranteed={reserved}" if reserved else ""
         return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
-
-
-def _budget(budget: tuple[float, float]) -> Filter:
-    """(ε, δ) as a filter."""
-    if not isinstance(budget, tuple) or len(budget) != 2:
-        raise TypeError(f"budget must be a pair (epsilon, delta), got {budget!r}")
-    return Filter(_check.positive("budget epsilon", budget[0]), _check.fraction("budget delta", budget[1]))
-
-
-def _budget_from_dict(facts: Any) -> Filter:
-    """A budget as it was saved.
-
-    Raises:
-        ValueError: missing or unknown facts, or no possible budget.
-    """
-    if not isinstance(facts, Mapping) or set(facts) != {"epsilon", "delta"}:
-        raise ValueError("a budget has exactly the fields 'epsilon' and 'delta'")
-    try:
-        return _budget((facts["epsilon"], facts["delta"]))
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _saved_budget(facts: Any) -> tuple[Filter | None, bool]:
-    """The budget of a saved ledger, and whether a plan claims its δ. Ledgers that were saved before they held it have none.
-
-    Raises:
-        ValueError: no possible budget.
-    """
-    if facts is None:
-        return None, False
-    claimed = facts.get("claims_delta") if isinstance(facts, Mapping) else None
-    if not isinstance(claimed, bool):
-        raise ValueError("a saved budget has the fields 'epsilon', 'delta' and 'claims_delta', which is true or false")
-    return _budget_from_dict({name: fact for name, fact in facts.items() if name != "claims_delta"}), claimed
 
 
 def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
@@ -738,87 +475,6 @@ def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
         UserWarning,
         stacklevel=3,
     )
-
-
-def _steps(run: Any) -> Steps:
-    """A (noise_multiplier, sample_rate, steps) triple that DP-SGD can have left."""
-    if not isinstance(run, tuple | list) or len(run) != 3:
-        raise ValueError(f"a run of DP-SGD steps is (noise_multiplier, sample_rate, steps), got {run!r}")
-    try:
-        rate = _check.positive("sample_rate", run[1])
-        if rate > 1:
-            raise ValueError(f"sample_rate must be at most 1, got {run[1]!r}")
-        return _check.positive("noise_multiplier", run[0]), rate, _check.positive_int("steps", run[2])
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _check_guarantee(events: Sequence[Release | Purchase], *, promised: bool = False) -> None:
-    """Raise for an event that ε does not cover; where a budget promises it, also for noise that was given."""
-    for event in events:
-        if isinstance(event, Release) and event.bounds == "paper":
-            raise NoGuarantee(
-                "a release used bounds='paper', which are read off the private data: it is not differentially private, and "
-                "no epsilon can be stated for this ledger"
-            )
-        sampler = event.sampler if isinstance(event, Release) else "exact"
-        _check_draw(sampler, event.noise if promised else "system")
-
-
-def _check_draw(sampler: str, noise: str) -> None:
-    """Raise for a draw that ε does not cover."""
-    if sampler not in EXACT_SAMPLERS:
-        raise NoGuarantee(
-            f"sampler={sampler!r} is not known to draw exactly, and what it gets wrong is not covered: no epsilon can be "
-            "stated for a ledger with such a release; release with sampler='exact'"
-        )
-    if noise != "system":
-        raise NoGuarantee(
-            "noise_generator cannot be used with a budget, which is a promise: whoever knows the generator's seed knows the "
-            "noise; leave noise_generator out, or use a ledger without a budget for tests and simulations"
-        )
-
-
-def _is_covered(event: Release | Purchase) -> bool:
-    """Whether ε covers an event without reserve."""
-    try:
-        _check_guarantee([event], promised=True)
-    except NoGuarantee:
-        return False
-    return True
-
-
-def _one_adjacency(releases: Sequence[Release | Purchase], history: Sequence[Steps]) -> None:
-    """Raise if a saved ledger counts two kinds of neighbours."""
-    held = {r.adjacency for r in releases} | ({"add_remove"} if history else set())
-    if len(held) > 1:
-        raise ValueError(f"a ledger counts one kind of neighbours, this one {sorted(held)}")
-
-
-def _begins_with(history: Sequence[Steps], earlier: Sequence[Steps]) -> bool:
-    """Whether runs of DP-SGD steps begin with earlier ones."""
-    after, before = _merged(history), _merged(earlier)
-    if not before or len(after) < len(before):
-        return not before
-    last, same = before.pop(), after[len(before)]
-    return after[: len(before)] == before and same[:2] == last[:2] and same[2] >= last[2]
-
-
-def _merged(history: Sequence[Steps]) -> list[Steps]:
-    """The same runs, with those of one kind that follow each other made one."""
-    runs: list[Steps] = []
-    for noise_multiplier, sample_rate, steps in history:
-        if runs and runs[-1][:2] == (noise_multiplier, sample_rate):
-            steps += runs.pop()[2]
-        runs.append((noise_multiplier, sample_rate, steps))
-    return runs
-
-
-def _with_step(history: list[Steps], noise_multiplier: float, sample_rate: float) -> list[Steps]:
-    """The history with one more step, merged with the last run where it is of the same kind."""
-    if history and tuple(history[-1][:2]) == (noise_multiplier, sample_rate):
-        return [*history[:-1], (noise_multiplier, sample_rate, history[-1][2] + 1)]
-    return [*history, (noise_multiplier, sample_rate, 1)]
 
 
 if _ACCOUNTANTS.get("expm") is None:  # importing twice must not raise

@@ -6,21 +6,10 @@ charge until the plan is complete or given up, the charges that are left are res
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from opacus_expm.accounting.composition import Event, Steps
+from opacus_expm.accounting.events import Cost, Steps
 from opacus_expm.mechanism import curves
-
-
-@dataclass(frozen=True)
-class PlannedEvent:
-    """What a release that is not yet calibrated may cost."""
-
-    epsilon_range: float
-    mu: float = math.inf
-    failure_probability: float = 0.0
 
 
 class Admission:
@@ -35,8 +24,8 @@ class Admission:
 
     def __init__(
         self,
-        alternatives: Sequence[Sequence[Event]],
-        releases: Sequence[Event],
+        alternatives: Sequence[Sequence[Cost]],
+        releases: Sequence[Cost],
         history: Sequence[Steps],
         *,
         by_total: bool,
@@ -47,24 +36,24 @@ class Admission:
         self.keep_up(releases, history)
 
     @property
-    def rest(self) -> list[list[Event]]:
+    def rest(self) -> list[list[Cost]]:
         """What is reserved: the charges that are left of each list that can still come; none before the first charge."""
         return [plan for plan in self._open if plan] if self._begun else []
 
-    def undisturbed(self, releases: Sequence[Event], history: Sequence[Steps]) -> bool:
+    def undisturbed(self, releases: Sequence[Cost], history: Sequence[Steps]) -> bool:
         """Whether nothing was charged but by this plan, or beside what it has reserved."""
         return (list(releases), list(history)) == self._ledger
 
-    def follows(self, event: Event, releases: Sequence[Event], history: Sequence[Steps]) -> bool:
+    def follows(self, event: Cost, releases: Sequence[Cost], history: Sequence[Steps]) -> bool:
         """Whether the event is the next of one of the lists."""
         return self.undisturbed(releases, history) and any(plan and _within(event, plan[0]) for plan in self._open)
 
-    def charged(self, event: Event) -> None:
+    def charged(self, event: Cost) -> None:
         """Cross off an event that follows the plan."""
         self._open = [plan[1:] for plan in self._open if plan and _within(event, plan[0])]
         self._begun = True
 
-    def keep_up(self, releases: Sequence[Event], history: Sequence[Steps]) -> None:
+    def keep_up(self, releases: Sequence[Cost], history: Sequence[Steps]) -> None:
         """Take note of the ledger as the plan goes on from it."""
         self._ledger = list(releases), list(history)
 
@@ -73,8 +62,13 @@ class Admission:
         self._open = []
 
 
-def _within(event: Event, planned: Event) -> bool:
-    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range."""
+def _within(event: Cost, planned: Cost) -> bool:
+    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range.
+
+    An event that consists of DP-SGD steps has to consist of those that were planned.
+    """
+    if list(event.runs) != list(planned.runs):
+        return False
     slack = 1 + 1e-9
     mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
     cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack

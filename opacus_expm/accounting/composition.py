@@ -1,7 +1,7 @@
-"""What a list of events costs together: the least of several valid totals, and filters for adaptive budgets.
+"""What a list of events costs together: the least of several valid totals.
 
-An event is an exponential-mechanism release, given by (ε_range, μ), one of which may be infinite, or a run of DP-SGD steps,
-given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
+An event, which is called a release here whatever its kind, is given by (ε_range, μ), one of which may be infinite. A run of
+DP-SGD steps is given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
 
 * ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
@@ -17,7 +17,7 @@ given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
   compose.
 
 These totals hold for events whose budgets were fixed in advance. Where a later budget is chosen after looking at
-earlier releases, only a ``Filter`` declared first gives a guarantee.
+earlier releases, only a ``filters.Filter`` declared first gives a guarantee.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from opacus.accountants.analysis.prv import (
@@ -41,35 +41,15 @@ from opacus.accountants.analysis.prv import (
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from scipy.special import ndtr
 
+from opacus_expm.accounting.events import Cost, Steps
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.density import Array
 
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
-_FILTER_ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
-_FAILURE_SHARE = 0.01  # of a filter's δ
-_SHARE = (1 - _FAILURE_SHARE) / (len(_FILTER_ORDERS) + 1)  # of its δ, for each order and for Gaussian composition
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
-
-Steps = tuple[float, float, int]
-
-
-class Event(Protocol):
-    """A release, as far as its cost goes."""
-
-    @property
-    def epsilon_range(self) -> float:
-        """Length of the interval that contains the privacy loss, possibly infinite."""
-
-    @property
-    def mu(self) -> float:
-        """Parameter of Gaussian differential privacy, possibly infinite."""
-
-    @property
-    def failure_probability(self) -> float:
-        """Total variation between what was done and the exact mechanism."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,7 @@ class Total:
 _NO_BOUND = Total(math.inf, "no bound at this delta")
 
 
-def total_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
+def total_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ of releases and DP-SGD steps on the same data.
 
     Draws made in secure mode are within a total variation of the exact mechanism; with Σ the sum of these, an (ε, δ)
@@ -92,23 +72,30 @@ def total_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float)
     if not events and not steps:
         return Total(0.0, "nothing released")
     failure = math.fsum(e.failure_probability for e in events)
+    events, steps = with_runs(events, steps)
     if failure > 0:
         pure = math.fsum(e.epsilon_range for e in events)
-        candidates = [Total(pure, "pure")] if not steps and _failure_delta(pure, failure) <= delta else []
-        extra = _failure_delta(_exact_total(events, steps, delta / 2).epsilon, failure)
+        candidates = [Total(pure, "pure")] if not steps and failure_delta(pure, failure) <= delta else []
+        extra = failure_delta(exact_total(events, steps, delta / 2).epsilon, failure)
         if extra <= delta / 2:  # ε at δ − extra is at most ε at δ/2, which extra was computed for
-            candidates.append(_exact_total(events, steps, delta - extra))
+            candidates.append(exact_total(events, steps, delta - extra))
         return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
-    return _exact_total(events, steps, delta)
+    return exact_total(events, steps, delta)
 
 
-def _failure_delta(epsilon: float, failure: float) -> float:
-    """(1+e^ε)·failure."""
+def with_runs(events: Sequence[Cost], steps: Sequence[Steps]) -> tuple[list[Cost], list[Steps]]:
+    """The same charges, where events that consist of DP-SGD steps are counted among the steps."""
+    return [e for e in events if not e.runs], [*steps, *(run for e in events for run in e.runs)]
+
+
+def failure_delta(epsilon: float, failure: float) -> float:
+    """What draws that are not exact add to δ: (1+e^ε)·failure, where ``failure`` is the sum of their total variations."""
     return (1 + math.exp(min(epsilon, 700.0))) * failure
 
 
-def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> Total:
-    """The least valid ε at δ, were every draw exact."""
+def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
+    """The least valid ε at δ if every draw were exact."""
+    events, steps = with_runs(events, steps)
     pure = math.fsum(e.epsilon_range for e in events)
     candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
     if delta > 0:
@@ -120,37 +107,37 @@ def _exact_total(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
         if len(events) > 1 and not steps:
             candidates.append(Total(_basic_epsilon(events, delta), "basic"))
         if events and not steps:
-            candidates.append(Total(curves.gaussian_epsilon(_gaussian_total(events), delta), "gdp"))
+            candidates.append(Total(curves.gaussian_epsilon(gaussian_total(events), delta), "gdp"))
         if steps or len(events) > 1:
             candidates.append(Total(_prv_epsilon(events, steps, delta), "prv"))
     return min(candidates, key=lambda t: t.epsilon, default=_NO_BOUND)
 
 
-def _basic_epsilon(events: Sequence[Event], delta: float) -> float:
-    """The one event that gains most from δ by its own curve, the others pure."""
+def _basic_epsilon(events: Sequence[Cost], delta: float) -> float:
+    """Basic composition: the event that gains most from δ counts by its own curve, and the others by their ranges."""
     gains = [(e.epsilon_range - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
     chosen = max(gains)[1]
     others = math.fsum(e.epsilon_range for i, e in enumerate(events) if i != chosen)
     return others + _single_epsilon(events[chosen], delta)
 
 
-def _gaussian_total(events: Sequence[Event]) -> float:
-    """√Σμ²."""
+def gaussian_total(events: Sequence[Cost]) -> float:
+    """The μ of all events together, √Σμ², where each counts with its own μ or that of its range, whichever is less."""
     return math.hypot(*(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) for e in events))
 
 
-def _single_epsilon(event: Event, delta: float) -> float:
+def _single_epsilon(event: Cost, delta: float) -> float:
     """ε at δ of one release by its own two curves."""
     gaussian = curves.gaussian_epsilon(event.mu, delta)
     return min(curves.bounded_range_epsilon(event.epsilon_range, delta), gaussian)
 
 
-def _rdp(epsilon_range: float, mu: float, order: float) -> float:
+def release_rdp(epsilon_range: float, mu: float, order: float) -> float:
     """Rényi divergence of a release: the smaller of its two curves."""
     return min(curves.bounded_range_rdp(epsilon_range, order), order * mu**2 / 2)
 
 
-def _steps_rdp(steps: Steps, orders: tuple[float, ...]) -> Array:
+def steps_rdp(steps: Steps, orders: tuple[float, ...]) -> Array:
     """Rényi divergences of a run of DP-SGD steps, by Opacus."""
     noise_multiplier, sample_rate, count = steps
     return count * _step_rdp(noise_multiplier, sample_rate, orders)
@@ -162,16 +149,18 @@ def _step_rdp(noise_multiplier: float, sample_rate: float, orders: tuple[float, 
     return np.atleast_1d(compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders))
 
 
-def _rdp_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+def _rdp_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> float:
     """Rényi composition, converted by Opacus."""
     numbers = Counter((e.epsilon_range, e.mu) for e in events)
-    return _convert(np.array([math.fsum(n * _rdp(*e, a) for e, n in numbers.items()) for a in ORDERS]), steps, delta)
+    return _convert(
+        np.array([math.fsum(n * release_rdp(*e, a) for e, n in numbers.items()) for a in ORDERS]), steps, delta
+    )
 
 
 def _convert(rdp: Array, steps: Sequence[Steps], delta: float) -> float:
     """ε at δ of Rényi divergences over ``ORDERS``, to which those of DP-SGD steps are added."""
     for run in steps:
-        rdp = rdp + _steps_rdp(run, ORDERS)
+        rdp = rdp + steps_rdp(run, ORDERS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "optimal order is the largest alpha": the bound is valid all the same
         epsilon, _ = get_privacy_spent(orders=list(ORDERS), rdp=rdp, delta=delta)
@@ -193,12 +182,15 @@ class BoundedRangePRV:
     epsilon: float
 
     def cdf(self, t: Any) -> Any:
-        """(e^{t/2} − e^{−ε/2})/(e^{ε/2} − e^{−ε/2})."""
+        """The distribution function, (e^{t/2} − e^{−ε/2})/(e^{ε/2} − e^{−ε/2}) on [−ε, ε]."""
         inside = np.clip(t, -self.epsilon, self.epsilon)
         return np.exp((inside - self.epsilon) / 2) * np.expm1(-(inside + self.epsilon) / 2) / np.expm1(-self.epsilon)
 
     def rdp(self, order: float) -> float:
-        """ln[sinh((α−½)ε)/((2α−1) sinh(ε/2))]/(α−1); above ``curves.bounded_range_rdp``, as the pair dominates."""
+        """The Rényi divergence of order α, ln[sinh((α−½)ε)/((2α−1) sinh(ε/2))]/(α−1).
+
+        It lies above ``curves.bounded_range_rdp``, because the pair dominates the release.
+        """
 
         def log_sinh(x: float) -> float:
             return x + math.log(-math.expm1(-2 * x) / 2)
@@ -214,18 +206,18 @@ class GaussianPRV:
     mu: float
 
     def cdf(self, t: Any) -> Any:
-        """Φ((t − μ²/2)/μ)."""
+        """The distribution function, Φ((t − μ²/2)/μ)."""
         return ndtr((t - self.mu**2 / 2) / self.mu)
 
     def rdp(self, order: float) -> float:
-        """αμ²/2."""
+        """The Rényi divergence of order α, αμ²/2."""
         return order * self.mu**2 / 2
 
 
 Pair = BoundedRangePRV | GaussianPRV
 
 
-def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) -> float:
+def _prv_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> float:
     """Numerical composition by the ranges, or by every μ that is finite, whichever is less."""
     ranges: list[Pair] = [BoundedRangePRV(e.epsilon_range) for e in events]
     mus = [GaussianPRV(e.mu) if math.isfinite(e.mu) else BoundedRangePRV(e.epsilon_range) for e in events]
@@ -235,7 +227,7 @@ def _prv_epsilon(events: Sequence[Event], steps: Sequence[Steps], delta: float) 
 
 
 def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: float) -> float:
-    """Upper end of the numerical composition's error interval; infinite where it cannot serve."""
+    """The upper end of the numerical composition's error interval; infinite where no such composition can be made."""
     counts: dict[Any, int] = dict(Counter(pairs))
     if len(counts) > _MAX_PAIRS:
         return math.inf
@@ -270,76 +262,3 @@ def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: floa
     except (RuntimeError, ValueError, IndexError):  # δ too small for floating point, or beyond the domain
         return math.inf
     return max(0.0, float(upper)) if math.isfinite(upper) else math.inf
-
-
-# --- filters --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A budget (ε, δ), declared before the first event, that adaptively chosen events may use up.
-
-    An event passes if afterwards at least one of these conditions holds: Σ ε_range ≤ ε; for one of a fixed set of Rényi
-    orders, the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for
-    pure budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022).
-
-    **Their union** is valid when δ is shared among those that need one. Let P and Q be the laws of all outputs on two
-    neighbouring data sets, for someone who chooses each event after seeing the outputs before it. Which conditions hold at
-    the end is a function of the outputs. Let B_j be the outputs after which condition j is the first that holds. Conditions
-    only get harder, so condition j held at every moment before. Someone who chooses in the same way, but stops where
-    condition j would fail, is held by filter j, and does the same on B_j. So P(S ∩ B_j) ≤ e^ε Q(S ∩ B_j) + δ_j for every set
-    S of outputs, and the sum over j is P(S) ≤ e^ε Q(S) + Σδ_j, where Σδ_j ≤ δ.
-
-    **Failures.** Draws made in secure mode are within a total variation of the exact mechanism. The sum Σ of these adds
-    (1+e^ε)Σ to δ (``total_epsilon``), for the largest Σ that the outputs can lead to. So failures have a share of δ of their
-    own, which is the same whatever comes. (Were they taken off δ as they come, parts with few of them would keep too much.)
-
-    **A plan** is a list of events that is fixed before any output exists. If it comes first, and its total
-    (``total_epsilon``, which may need all of δ) is within the budget, it may be charged even where no condition holds
-    for the whole of it. That adds a part A to the parts B_j: the outputs after which the charges are those of the plan,
-    or its first ones, and no others. Whoever stops early looks at some of the plan's outputs, so P(S ∩ A) ≤ e^ε Q(S ∩
-    A) + δ. All of δ is gone with that, and of the other parts only the pure one may exist, whose δ_j is zero. **From
-    the first charge of such a plan on, nothing passes but the rest of the plan, and what the pure condition admits**,
-    also after the plan was given up. (Else one could look at its first outputs, and then either complete it or use the
-    shares of the other conditions, for which together the proof needs 2δ.) A first event that passes by its own total
-    is a plan of one charge. That need not be remembered: where no condition holds for it, none holds for it and others
-    together.
-    """
-
-    epsilon: float
-    delta: float
-
-    def admits(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
-        """Whether these events together are within the budget."""
-        slack = self.epsilon * (1 + 1e-12)  # a budget spent to the last bit must not fail by rounding
-        failure = _failure_delta(self.epsilon, math.fsum(e.failure_probability for e in events))
-        first = len(events) == 1 and not steps and failure <= self.delta
-        if first and _exact_total(events, [], self.delta - failure).epsilon <= slack:
-            return True
-        if failure > self.delta * _FAILURE_SHARE:
-            return False
-        if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
-            return True
-        if self.delta == 0:
-            return False
-        share = self.delta * _SHARE
-        for i, order in enumerate(_FILTER_ORDERS):
-            rdp = math.fsum(_rdp(e.epsilon_range, e.mu, order) for e in events)
-            rdp += math.fsum(float(_steps_rdp(run, _FILTER_ORDERS)[i]) for run in steps)
-            # The conversion of Canonne, Kamath, Steinke (2020), as in Opacus
-            if rdp - (math.log(share) + math.log(order)) / (order - 1) + math.log1p(-1 / order) <= self.epsilon:
-                return True
-        if steps:
-            return False
-        mu = _gaussian_total(events)
-        return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share
-
-    def admits_pure(self, events: Sequence[Event], steps: Sequence[Steps]) -> bool:
-        """Whether these events together are within the budget by their ranges, without any part of δ."""
-        if steps or any(e.failure_probability for e in events):
-            return False
-        return math.fsum(e.epsilon_range for e in events) <= self.epsilon * (1 + 1e-12)
-
-    def admits_total(self, plan: Sequence[Event]) -> bool:
-        """Whether a plan that comes first is within the budget by its total."""
-        return total_epsilon(plan, [], self.delta).epsilon <= self.epsilon * (1 + 1e-12)

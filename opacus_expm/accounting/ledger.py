@@ -111,11 +111,12 @@ class LedgerFile:
         return content
 
     def _check_header(self, found: list[dict[str, Any]]) -> None:
+        """Raise if the first line is not that of a ledger."""
         if {k: found[0].get(k) for k in _HEADER} != _HEADER:
             raise LedgerError(f"{self.path} is not an opacus-expm ledger (version 1)")
 
     def _write(self, content: bytes, more: bytes) -> bytes:
-        """Append to the file, which has this content, and wait until all of it is on disk; its content then."""
+        """Append to the file, wait until all of it is on disk, and return the content that it then has."""
         new = not self.path.exists()
         with self.path.open("ab") as file:  # buffered: a raw file may write a part and say nothing
             file.write(more)
@@ -137,10 +138,12 @@ def _line(entry: dict[str, Any], last: bytes) -> bytes:
 
 
 def _dump(entry: dict[str, Any]) -> bytes:
+    """One entry as JSON on one line."""
     return json.dumps(entry, allow_nan=False).encode()
 
 
 def _digest(line: bytes) -> str:
+    """The SHA-256 of a line, in hexadecimal."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -162,7 +165,7 @@ def _is_torn(line: bytes) -> bool:
 
 
 def _starts_with_entry(tail: bytes, last: bytes) -> bool:
-    """Whether a sound entry is followed by something else: no crash does that."""
+    """Whether a sound entry is followed by something else on its line, which no crash leaves behind."""
     return any(byte == ord("}") and _parse(tail[: i + 1], last) is not None for i, byte in enumerate(tail))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opacus_expm import _check, subspaces
 from opacus_expm._private import PrivateValues
-from opacus_expm.accounting.accountant import BOUNDS
+from opacus_expm.accounting.events import BOUNDS
 from opacus_expm.gathering.clipping import ClippedSums
 from opacus_expm.gathering.files import read_private, write_private
 from opacus_expm.gathering.model import check_module, compute_dtype, digest, moved, tensor_digest

@@ -34,7 +34,7 @@ from opacus_expm.mechanism.sensitivity import Sensitivity
 CALIBRATIONS = ("auto", "range", "gaussian")
 
 # The draw uses c·(1 − 1e-6): it absorbs the rounding of clipping and of long sums, which is not part of the proof.
-_ROUNDING_MARGIN = 1e-6
+ROUNDING_MARGIN = 1e-6
 _SPLITTING_MARGIN = 1e-10  # relative, on μ: more than the rounding of a total that is found as a root
 
 
@@ -227,4 +227,4 @@ def calibrate_within(
     mu = lipschitz * math.sqrt(c / ridge) if ridge > 0 else math.inf
     if method == "gaussian":
         mu = allowance.mu
-    return Calibration(c * (1 - _ROUNDING_MARGIN), epsilon_range, mu, method)
+    return Calibration(c * (1 - ROUNDING_MARGIN), epsilon_range, mu, method)

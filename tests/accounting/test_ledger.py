@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release
+from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release, Sparse
 from opacus_expm.accounting import ledger
-from opacus_expm.accounting.accountant import BudgetExceeded
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.mechanism.sampling import Exact
 
@@ -95,8 +95,9 @@ def test_format(path, complete):
     assert json.loads(lines[5])["step"] == {"noise_multiplier": 2.0, "sample_rate": 0.25}
 
 
-def test_ledgers_of_earlier_versions_are_read(path):
-    """As they were written before they held budgets: a header, a purchase, a release and a step."""
+@pytest.mark.parametrize("clipping", ["separate", "joint"])
+def test_ledgers_of_earlier_versions_are_read(path, clipping):
+    """As they were written before they held budgets, and while there were two ways to clip."""
     bought = {
         "epsilon_range": 0.05,
         "adjacency": "add_remove",
@@ -122,7 +123,7 @@ def test_ledgers_of_earlier_versions_are_read(path):
         "sampler": "exact",
         "failure_probability": 0.0,
         "bounds": "bought",
-        "clipping": "separate",
+        "clipping": clipping,
         "round": 1,
         "rounds": 1,
     }
@@ -566,7 +567,7 @@ def gathered():
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
     return ExpMQuadEngine().gather(
-        model, loader, 2, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0, projection_seed=0
+        model, loader, 2, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0, projection=Sparse(seed=0)
     )
 
 
@@ -617,7 +618,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, Release, Statistics
-from opacus_expm.accounting.accountant import BudgetExceeded
+from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.mechanism.sampling import Exact
 
 torch.set_num_threads(1)

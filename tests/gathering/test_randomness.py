@@ -1,6 +1,7 @@
 """The randomness of the data is fresh in every pass, whatever the script has seeded, and the script's own goes on untouched.
 
-That one record moves the sums by one record's worth is shown for records that keep their randomness (``test_audit.py``).
+That one record moves the sums by one record's worth is shown for records that keep their randomness, in
+``audit/test_streams.py``.
 """
 
 import functools

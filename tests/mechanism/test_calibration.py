@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opacus_expm.accounting import composition
-from opacus_expm.accounting.accountant import PlannedEvent
+from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.gathering.clipping import Sensitivity, utility_width
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.calibration import (

@@ -1,0 +1,169 @@
+"""Habits of training scripts that are harmless here."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import BATCH, FEATURES, RECORDS, flat, make_loop, make_model
+from torch import nn
+from torch.optim import lr_scheduler
+
+
+def plain(loop):
+    loop.epoch()
+
+
+def clips_gradients(loop):
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.criterion(loop.module(x), y).backward()
+        assert torch.nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0) == 0
+        loop.optimizer.step()
+
+
+def accumulates(loop):
+    for i, (x, y) in enumerate(loop.loader):
+        (loop.criterion(loop.module(x), y) / 2).backward()
+        if i % 2 == 0:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def scales_and_averages(loop):
+    for x, y in loop.loader:
+        (0.5 * loop.criterion(loop.module(x), y).mean()).backward()
+        loop.optimizer.step()
+
+
+def uses_a_closure(loop):
+    for x, y in loop.loader:
+
+        def closure(x=x, y=y):
+            loop.optimizer.zero_grad()
+            loss = loop.criterion(loop.module(x), y)
+            loss.backward()
+            return loss
+
+        assert str(loop.optimizer.step(closure)) == "private"
+
+
+def schedules(loop):
+    makers = [
+        lambda o: lr_scheduler.StepLR(o, 1),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+        lambda o: lr_scheduler.LambdaLR(o, lambda e: 0.5**e),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o),
+    ]
+    schedulers = [make(loop.optimizer) for make in makers]
+    for x, y in loop.loader:
+        loop.batch(x, y)
+        for scheduler in schedulers:
+            scheduler.step(*([0.5] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    assert loop.optimizer.param_groups[0]["lr"] != 0.1
+
+
+def saves_and_loads_the_optimizer(loop):
+    for x, y in loop.loader:
+        loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        loop.batch(x, y)
+
+
+def evaluates_in_between(loop):
+    for i, (x, y) in enumerate(loop.loader):
+        output = loop.module(x)
+        loop.module.eval()
+        with torch.no_grad():
+            value = loop.criterion(loop.module(x[:3] + 1), y[:3])
+            assert value.item() == pytest.approx(F.cross_entropy(loop.module(x[:3] + 1), y[:3]).item())
+        loop.module.train(i > 1)
+        loop.criterion(output, y).backward()
+        loop.optimizer.step()
+
+
+def looks_at_a_batch_and_at_the_accuracy(loop):
+    x, _ = next(iter(loop.loader))
+    assert len(x) == BATCH
+    correct = sum(int((loop.module(x).argmax(1) == y).sum()) for x, y in loop.loader)
+    assert 0 <= correct <= RECORDS
+    loop.epoch()
+
+
+def copies_tensors(loop):
+    for x, y in loop.loader:
+        x, y = x.clone().double().float().view(len(x), FEATURES), y.clone().to(torch.int32).long()
+        loop.batch(x, y)
+
+
+def calls_by_keyword(loop):
+    for x, y in loop.loader:
+        loop.criterion(target=y, input=loop.module(input=x)).backward()
+        loop.optimizer.step()
+
+
+def adds_losses_up(loop):
+    total, losses = 0.0, []
+    for x, y in loop.loader:
+        loss = loop.criterion(loop.module(x), y)
+        loss.backward()
+        loop.optimizer.step()
+        total += loss.item() * len(x)
+        losses += [loss, loss.detach().cpu().numpy()]
+    assert f"{total / RECORDS:.3f}" == "private"
+    assert f"{sum(losses) / len(losses):8.2f} {np.mean(losses):.1f}" == "private private"
+
+
+HABITS = [
+    plain,
+    clips_gradients,
+    accumulates,
+    scales_and_averages,
+    uses_a_closure,
+    schedules,
+    saves_and_loads_the_optimizer,
+    evaluates_in_between,
+    looks_at_a_batch_and_at_the_accuracy,
+    copies_tensors,
+    calls_by_keyword,
+    adds_losses_up,
+]
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_habit_is_harmless(habit, clean):
+    loop = make_loop(optimizer=None)
+    loop.module.train()
+    habit(loop)
+    assert len(loop.engine.accountant.releases) == 1
+    torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.LBFGS]
+)
+def test_any_optimizer_will_do(make, clean):
+    model = make_model()
+    optimizer = make(model.parameters())
+    scheduler = lr_scheduler.StepLR(optimizer, 1)  # made before the call, as scripts do
+    loop = make_loop(model=model, optimizer=optimizer)
+    loop.epoch()
+    scheduler.step()
+    assert isinstance(loop.optimizer, torch.optim.Optimizer)
+    assert loop.optimizer.param_groups[0] is optimizer.param_groups[0]
+    assert loop.optimizer.state_dict()["state"] == {}
+    torch.testing.assert_close(flat(loop.module), clean, rtol=0, atol=0)
+
+
+def test_named_parameter_groups():
+    model = make_model()
+    groups = [
+        {"params": list(model[0].named_parameters()), "lr": 0.1},
+        {"params": list(model[2].named_parameters()), "lr": 0.2},
+    ]
+    loop = make_loop(model=model, optimizer=torch.optim.SGD(groups))
+    loop.epoch()
+    assert [g["lr"] for g in loop.optimizer.param_groups] == [0.1, 0.2]
+    with pytest.raises(ValueError, match="param_group cannot be added"):
+        loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
