@@ -372,7 +372,7 @@ def default_candidates(size: int, delta: float, *, views: bool = False) -> list[
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [
         Candidate(projection, dim, 1, radius)
-        for projection, dim, radius in itertools.product(("public", "stiefel"), dims, (0.1, 0.3, 1.0))
+        for projection, dim, radius in itertools.product(("preconditioned", "sparse"), dims, (0.1, 0.3, 1.0))
     ]
 
 

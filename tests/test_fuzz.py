@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, cli, tasks
+from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel, cli, tasks
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
@@ -109,40 +109,38 @@ def cases(draw):
         "criterion": criterion,
         "max_grad_norm": draw(BOUNDS),
         "max_curvature": draw(st.one_of(st.just(0.0), BOUNDS)),
-        "grad_sample_mode": draw(st.sampled_from([None, "hooks", "functorch"])),
-        "curvature_samples": draw(st.sampled_from([None, None, 2])),
-        "projection": draw(st.sampled_from(["stiefel", "sparse"])),
-        "projection_seed": draw(st.integers(0, 2**31)),
+        "grad_sample_mode": GradSampling(
+            draw(st.sampled_from([None, "hooks", "functorch"])), draw(st.sampled_from([None, None, 2]))
+        ),
+        "projection": draw(st.sampled_from([Stiefel, Sparse]))(seed=draw(st.integers(0, 2**31))),
         "max_physical_batch_size": draw(st.sampled_from([None, 1, 5, 16])),
-        "adjacency": draw(st.sampled_from(["add_remove", "replace_one"])),
         "nominal_size": draw(st.sampled_from([None, 1, 50])),
     }
     budget = {
         "epsilon": draw(st.floats(1e-3, 1e3)),
         "radius": draw(st.floats(1e-4, 1e3)),
         "delta": delta,
-        "calibration": draw(st.sampled_from(["auto", "range", "paper"] + ["gaussian"] * (delta > 0))),
         "regularization": draw(st.sampled_from([None, None, 0.0, 1e-6, 1e3])),
     }
     dim = draw(st.sampled_from([None, 1, 2, 4]))
-    return model.to(dtype), data, draw(st.integers(1, 40)), dim, options, budget
+    adjacency = draw(st.sampled_from(["add_remove", "replace_one"]))
+    return model.to(dtype), data, draw(st.integers(1, 40)), dim, adjacency, options, budget
 
 
-REFUSED = "calibration='gaussian'|regularization|cross-entropy needs at least 2 outputs|radius=|proj_dim|cannot serve"
+REFUSED = "regularization|cross-entropy needs at least 2 outputs|radius=|proj_dim|cannot serve"
 
 
 @examples(40, 1000)
 @given(cases())
 def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
     """The release is in the ball and costs what was asked for; one record moves the sums by no more than its bounds."""
-    model, data, batch_size, dim, options, budget = case
-    engine, before = ExpMQuadEngine(), copy.deepcopy(model.state_dict())
-    gathering = {name: value for name, value in options.items() if name != "adjacency"}
+    model, data, batch_size, dim, adjacency, options, budget = case
+    engine, before = ExpMQuadEngine(adjacency=adjacency), copy.deepcopy(model.state_dict())
 
     def sums_of(dataset):
         loader = DataLoader(dataset, batch_size=batch_size)
         size = options["nominal_size"] or len(data)
-        return engine.gather(model, loader, dim, **gathering | {"nominal_size": size}).sums
+        return engine.gather(model, loader, dim, **options | {"nominal_size": size}).sums
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,7 +172,7 @@ def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
         return
     assert float((whole.gradient - less.gradient).norm()) <= bound_g * (1 + 1e-6 * len(data))
     # With probes of the curvature each pass has fresh signs.
-    if whole.curvature is not None and options["curvature_samples"] is None:
+    if whole.curvature is not None and options["grad_sample_mode"].probes is None:
         change = np.linalg.eigvalsh((whole.curvature - less.curvature).numpy())
         slack = 1e-6 * bound_h * len(data)
         assert -slack <= change[0]

@@ -372,6 +372,7 @@ class Pass(PrivateValues):
         self._ranks, self._pad_to = ranks, pad_to
         self._total = self._empty()
         self._file: PassFile | None = None
+        self._in_part = False
         self.records = 0  # visited so far
 
     def go_on(self, file: PassFile) -> None:
@@ -389,8 +390,10 @@ class Pass(PrivateValues):
         Memory that runs out is an error after the first batch, because the records before were seen in pieces of another
         size; the next pass takes half of it.
         """
+        self._check_whole()
         bench = self._bench
         before = self.records
+        self._in_part = True  # until all of it was added: whoever tries again would count some records twice
 
         def once() -> None:
             if before == 0:  # whatever an attempt that ran out of memory has added
@@ -404,6 +407,12 @@ class Pass(PrivateValues):
             self.add_pieces(bench.seen(itertools.chain([first], stream)))
 
         bench.in_memory(once, None, "loader", restart=before == 0)
+        self._in_part = False
+
+    def _check_whole(self) -> None:
+        """Raise where a batch was added in part."""
+        if self._in_part:
+            raise RuntimeError("a batch of this pass was added in part, and would count twice: begin another pass")
 
     def add_pieces(self, stream: Iterable[tuple[Any, Tensor]]) -> None:
         """Add pieces of batches that are on the model's device."""
@@ -421,6 +430,7 @@ class Pass(PrivateValues):
 
     def sums(self) -> ClippedSums:
         """The sums so far, of this rank's records."""
+        self._check_whole()
         return self._total.result()
 
     def result(self, expected: int | None = None) -> Statistics:

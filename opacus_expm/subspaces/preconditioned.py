@@ -130,6 +130,11 @@ class Preconditioned:
         if dim is not None:
             check_dim(dim, size)
         vectors = self.curvature.vectors.to(device, dtype)
+        if len(vectors) != size:
+            raise ValueError(
+                f"projection has learned the public curvature of {len(vectors)} parameters, and the model has {size} that "
+                "may move: let it learn again, with this model"
+            )
         base: Projection
         if dim is not None and dim <= vectors.shape[1]:
             base = Columns(vectors[:, :dim].contiguous(), None)
