@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """T."""
+        """The number of rounds, T."""
         return len(self.budget.radii)
 
     def facts(self, model: nn.Module, loader: DataLoader[Any]) -> dict[str, object]:
@@ -319,7 +319,7 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """T."""
+        """The number of rounds, T."""
         return self._plan.rounds
 
     def end(self) -> None:

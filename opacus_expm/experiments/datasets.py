@@ -268,7 +268,7 @@ def sms_spam(data_dir: AnyPath | None = None) -> tuple[list[str], npt.NDArray[np
 
 @dataclass(frozen=True)
 class Table:
-    """One row a stay.
+    """A clinical table with one row for each stay.
 
     Attributes:
         columns: names of the features.

@@ -92,11 +92,11 @@ class Measurement:
 
     @property
     def shows_progress(self) -> bool | None:
-        """The bar tells how many batches there are, which whoever gives a nominal size keeps to themselves."""
+        """Whether to show a bar. It would tell the data set's size, so none is shown where a nominal size is given."""
         return self.progress if self.nominal_size is None else False
 
     def size_of(self, loader: DataLoader[Any]) -> int:
-        """The public N."""
+        """The public number of records, N."""
         if self.nominal_size is not None:
             return self.nominal_size
         size = loaders.dataset_size(loader)
@@ -118,7 +118,7 @@ class Measurement:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Remembered(PrivateValues):
-    """Norms of every private record, by the bound they are for, and its quadratic where all fit into ``CACHE_BYTES``."""
+    """The norms of all private records, and their quadratics where all of these fit into ``CACHE_BYTES``."""
 
     norms: dict[str, Array]
     records: list[RecordQuadratics] | None
@@ -298,7 +298,7 @@ class Workbench:
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
-        """Records as their views, where there are views."""
+        """The batches with each record replaced by its views; unchanged where there are none."""
         views = self.measurement.views
         if views is None:
             return stream
@@ -307,7 +307,7 @@ class Workbench:
     def quadratics(
         self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, temperature: float = 1.0
     ) -> RecordQuadratics:
-        """Every record's quadratic, of a piece of a batch."""
+        """The quadratics of the records in a piece of a batch."""
         source, loss = self.prepared
         return record_quadratics(
             source,
@@ -321,20 +321,20 @@ class Workbench:
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:
-        """Gatherer and criterion."""
+        """The gatherer and the criterion that ``prepare`` chose."""
         assert self._ready is not None
         return self._ready
 
     def _records(
         self, loader: DataLoader[Any], name: str, curvature: bool, temperature: float = 1.0
     ) -> Iterator[RecordQuadratics]:
-        """Every record's quadratic, batch after batch."""
+        """The quadratics of all records, batch after batch."""
         pad_to = self.pieces.padded(loader)
         for inputs, targets in self.begin(loader, name):
             yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, temperature=temperature)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
-        """What a pass leaves behind."""
+        """The ``Statistics`` made of a pass's sums and of what is public about it."""
         measurement = self.measurement
         return Statistics(
             self._module,
@@ -376,12 +376,12 @@ class Pass(PrivateValues):
         self.records = 0  # visited so far
 
     def go_on(self, file: PassFile) -> None:
-        """Go on from the state that a file has kept, and keep it there."""
+        """Go on from the state that a file holds, and keep the state in this file from now on."""
         self._file, self.records = file, file.records
         self._total = self._empty(None if file.sums is None else file.sums.to(self._bench.device))
 
     def _empty(self, start: ClippedSums | None = None) -> ClippedAdder:
-        """Sums of no record, or of those that were visited earlier."""
+        """Sums without any record, or with those that were visited before an interruption."""
         return ClippedAdder(self._bounds.max_grad_norm, self._bounds.max_curvature, start)
 
     def add(self, inputs: Any, targets: Tensor) -> None:
@@ -415,13 +415,13 @@ class Pass(PrivateValues):
             raise RuntimeError("a batch of this pass was added in part, and would count twice: begin another pass")
 
     def add_pieces(self, stream: Iterable[tuple[Any, Tensor]]) -> None:
-        """Add pieces of batches that are where the model is."""
+        """Add pieces of batches that are on the model's device."""
         curvature = self._bounds.max_curvature > 0
         for inputs, targets in stream:
             self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=curvature, pad_to=self._pad_to)])
 
     def add_quadratics(self, found: Iterable[RecordQuadratics]) -> None:
-        """Add records of which the quadratics are known."""
+        """Add records whose quadratics were computed before."""
         for records in found:
             self._total.add(records)
             self.records += len(records.gradients)
@@ -454,22 +454,22 @@ class PublicRecords:
 
     @classmethod
     def of(cls, model: nn.Module, measurement: Measurement, public_loader: DataLoader[Any]) -> PublicRecords:
-        """Few records at a time, because their rows are long; views play no part in it."""
+        """Records for a model. A few are processed at a time, because their rows are long; views play no part."""
         return cls(full_space(model, measurement), public_loader)
 
     @property
     def layout(self) -> Layout:
-        """Where each parameter is."""
+        """Where each parameter is in the vector of all of them."""
         return self.bench.layout
 
     def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """Rows of the Gauss-Newton factors, of some records after others."""
+        """Rows of the Gauss-Newton factors, for a few records at a time."""
         for records in self.bench._records(self.public_loader, "public_loader", True, temperature):
             assert records.factors is not None
             yield records.factors.flatten(0, 1).to(self.bench.dtype), len(records.gradients)
 
     def teach(self, subspace: Subspace) -> Subspace:
-        """What the subspace learns; again with fewer records at a time where memory runs out."""
+        """The subspace with what it learns. Where memory runs out, it starts again with fewer records at a time."""
         return self.bench.in_memory(lambda: subspace.learned(self), self.public_loader, "public_loader")
 
 
@@ -482,7 +482,7 @@ def full_space(model: nn.Module, measurement: Measurement) -> Workbench:
 
 
 def _joined(norms: list[dict[str, Array]]) -> dict[str, Array]:
-    """Norms of all batches."""
+    """The norms of all batches in one array for each bound."""
     return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
 
@@ -495,7 +495,7 @@ def _norms(records: RecordQuadratics) -> dict[str, Array]:
 
 
 def _part(loader: DataLoader[Any], ranks: Ranks, start: int | None = None) -> DataLoader[Any]:
-    """This rank's records, from ``start`` on in the data set's order; the loader itself for one rank in any order."""
+    """A loader of this rank's records, from ``start`` on in the data set's order. One rank alone keeps its loader."""
     if ranks.count == 1 and start is None:
         return loader
     return loaders.part_of(loader, rank=ranks.rank, ranks=ranks.count, start=start or 0)

@@ -17,7 +17,7 @@ class Uniforms(Protocol):
     """A source of uniform numbers: a numpy generator, or the secure mode's."""
 
     def random(self, count: int) -> Array:
-        """Uniform on [0, 1]."""
+        """So many uniform numbers in [0, 1]."""
 
 
 def reliable_epsilon(nominal_size: int, quantile: float) -> float:
@@ -59,7 +59,7 @@ def grid_counts(norms: Array) -> Array:
 
 
 def quantile_scores(counts: Array, quantile: float) -> Array:
-    """u(t) at every point of the grid; private.
+    """The score u(t) at every point t of the grid; private.
 
     Raises:
         ValueError: something else than ``grid_counts``, such as the norms themselves.
@@ -71,5 +71,5 @@ def quantile_scores(counts: Array, quantile: float) -> Array:
 
 
 def score_width(quantile: float, adjacency: str) -> float:
-    """Range of the change of u that one record can cause."""
+    """The width w: how much the change of the scores by one record can vary over the grid."""
     return 2 * max(quantile, 1 - quantile) * (2 if adjacency == "replace_one" else 1)
