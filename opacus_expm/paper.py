@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader
 from opacus_expm import _check
 from opacus_expm.books import Books
 from opacus_expm.gathering.criteria import CrossEntropy, MeanSquaredError
-from opacus_expm.gathering.passes import Measurement, full_space
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import full_space
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.mechanism.calibration import ROUNDING_MARGIN, Calibration
 from opacus_expm.mechanism.density import Array, BallGaussian

@@ -25,8 +25,9 @@ from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_resolution
-from opacus_expm.gathering.passes import Measurement, Pass, PublicRecords, Remembered, Workbench
+from opacus_expm.gathering.passes import Pass, PublicRecords, Remembered, Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.mechanism.calibration import (

@@ -25,7 +25,7 @@ from opacus_expm import (
 )
 from opacus_expm.accounting import composition
 from opacus_expm.bounds import Bounds
-from opacus_expm.gathering.passes import Measurement
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.rounds import Budget, Plan, Rounds

@@ -23,7 +23,7 @@ from opacus_expm.experiments.methods import DRAW_SETTINGS, METHODS, Settings, ar
 from opacus_expm.experiments.results import check_measured, numbers
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.loaders import rows_loader
-from opacus_expm.gathering.passes import Measurement
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.rounds import taught

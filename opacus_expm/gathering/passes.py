@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import (
@@ -33,6 +32,7 @@ from opacus_expm.gathering.clipping import (
 )
 from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
     compute_dtype,
@@ -43,9 +43,8 @@ from opacus_expm.gathering.model import (
 )
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
-from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.gathering.views import EachView, Views, check_each_alone, check_views, with_own_views
+from opacus_expm.gathering.views import EachView, check_each_alone, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
 from opacus_expm.subspaces.layout import Layout
@@ -55,65 +54,6 @@ MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Measurement:
-    """What a pass computes of each record, and how; public, and checked once.
-
-    Attributes:
-        subspace: recipe of the map A.
-        proj_dim: k, or None for the full space.
-        criterion: the loss, or None to infer it.
-        grad_sampling: how rows are found.
-        views: of each record, whose mean is taken (see ``gathering.views``).
-        nominal_size: N, or None for the data set's size.
-        max_physical_batch_size: records at a time; None takes the loader's batches.
-        progress: show a bar; None shows it on a terminal.
-    """
-
-    subspace: Subspace
-    proj_dim: int | None
-    criterion: Callable[[Tensor, Tensor], Tensor] | None = None
-    grad_sampling: GradSampling = field(default_factory=GradSampling)
-    views: Views | None = None
-    nominal_size: int | None = None
-    max_physical_batch_size: int | None = None
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_views(self.views)
-        if self.nominal_size is not None:
-            _check.positive_int("nominal_size", self.nominal_size)
-        if self.proj_dim is not None:
-            _check.positive_int("proj_dim", self.proj_dim)
-        if self.max_physical_batch_size is not None:
-            _check.positive_int("max_physical_batch_size", self.max_physical_batch_size)
-
-    @property
-    def shows_progress(self) -> bool | None:
-        """Whether to show a bar. It would tell the data set's size, so none is shown where a nominal size is given."""
-        return self.progress if self.nominal_size is None else False
-
-    def size_of(self, loader: DataLoader[Any]) -> int:
-        """The public number of records, N."""
-        if self.nominal_size is not None:
-            return self.nominal_size
-        size = loaders.dataset_size(loader)
-        if size is None:
-            raise ValueError("nominal_size must be given for an iterable data set: a public, rounded number of records")
-        return size
-
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on every rank, and for a pass that goes on; by the name of the argument."""
-        return {
-            "projection": repr(self.subspace),
-            "proj_dim": self.proj_dim,
-            "criterion": described(self.criterion),
-            "grad_sample_mode": self.grad_sampling,
-            "views": described(self.views),
-            "nominal_size": self.nominal_size,
-        }
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from opacus_expm import GradSampling, Sparse, Stiefel
 from opacus_expm.gathering import loaders, passes
 from opacus_expm.gathering.clipping import ClippingBounds
-from opacus_expm.gathering.passes import MAX_CURVATURE_DIM, Measurement, Pass, Workbench, full_space
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import MAX_CURVATURE_DIM, Pass, Workbench, full_space
 from opacus_expm.gathering.ranks import Ranks
 
 FEATURES, CLASSES, DIM, BATCH = 4, 3, 5, 16
