@@ -301,8 +301,7 @@ class Pass(PrivateValues):
         bounds: C_g and C_H.
         nominal_size: N.
         ranks: that share the pass.
-        pad_to: public number of records that the network always sees at once, so that a record's rounding does not
-            depend on how many others share its batch.
+        pad_to: public number of records to which every piece is filled up, so that rounding does not tell how many came.
 
     **Privacy:** holds private values, and so does its result.
     """
