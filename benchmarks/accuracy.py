@@ -27,6 +27,7 @@ import itertools
 import math
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks import timing
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, tasks
+from opacus_expm import ExpMQuadEngine, Preconditioned, Stiefel, paper, subspaces, tasks
 from opacus_expm._tables import markdown
 from opacus_expm.baselines import non_private
 from opacus_expm.experiments.compare import compare
@@ -63,7 +64,8 @@ ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius 
 ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
 PURE = {"sine": (0.1, None), "mnist": (3.0, 400), "icu": (0.3, None)}  # of one preconditioned draw, radius and proj_dim
 VIEWS = {"mnist": pixel_shifts}  # of records that look alike when moved
-METRIC = {"damping_share": 1 / 160, "quantile": 0.95, "public_temperature": math.inf}  # of "preconditioned"
+METRIC = {"damping_share": 1 / 160, "quantile": 0.95}  # of "preconditioned", at an infinite public temperature
+RULES = (*METRIC, "public_temperature")  # of a suggested metric
 
 GRID = {
     "sine": DP_SGD_GRID[:2],
@@ -98,9 +100,19 @@ def loaders(task):
 
 @functools.lru_cache(2)
 def prepared(name: str, seed: int):
-    """A task, its loaders, and an engine, which keeps the curvature of the public one for every budget."""
+    """A task and its loaders."""
     task = TASKS[name](seed)
-    return task, *loaders(task), ExpMQuadEngine()
+    return task, *loaders(task)
+
+
+@functools.lru_cache(2)
+def measured_metric(name: str, seed: int, proj_dim: int | None) -> dict:
+    """The fixed metric of "preconditioned", which serves every budget."""
+    task, _, public = prepared(name, seed)
+    recipe = Preconditioned(temperature=math.inf)
+    return ExpMQuadEngine().public_metric(
+        task.model, public, proj_dim, projection=recipe, criterion=task.criterion, **METRIC
+    )
 
 
 def one_pass(name: str, method: str, seed: int):
@@ -108,62 +120,79 @@ def one_pass(name: str, method: str, seed: int):
     squared = method == "paper" and name == "icu"  # whose bounds the paper has for no logistic loss
     task = tasks.icu(seed, loss="mse") if squared else TASKS[name](seed)
     private, public = loaders(task)
-    radius, k = ONE_SHOT[name]
-    gathering = {"public_loader": public, "criterion": task.criterion, "progress": False}
-    drawing = {}
+    gathering = {"criterion": task.criterion, "projection": "stiefel", "progress": False}
     if method == "paper":
-        radius, k = PAPER[name]["radius"], PAPER[name]["proj_dim"]
-        gathering |= {"public_loader": None, "bounds": "paper"}
-        drawing = {"regularization": PAPER[name]["regularization"], "calibration": "paper"}
-    elif method == "joint":
-        gathering |= {"clipping": "joint", "radius": radius}
-    elif method == "public":
-        gathering |= {"projection": "public"}
-    statistics = ExpMQuadEngine().gather(task.model, private, k, **gathering)
+        return papers_pass(task, private, gathering, **PAPER[name])
+    radius, k = ONE_SHOT[name]
+    statistics = ExpMQuadEngine().gather(task.model, private, k, public_loader=public, **gathering)
 
     def release(epsilon: float, delta: float) -> dict:
         engine = ExpMQuadEngine()
-        module = engine.release(statistics, epsilon, radius, delta=delta, **drawing)
-        return {"score": task.score(module), "spent": None if method == "paper" else engine.get_epsilon(delta)}
+        module = engine.release(statistics, epsilon, radius, delta=delta)
+        return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
+
+    return release
+
+
+def papers_pass(task, private, gathering: dict, *, radius: float, proj_dim: int, regularization: float):
+    """The same for the source paper's practice, for which no ε can be stated."""
+    found = paper.bounds_read_off(task.model, private, task.criterion)
+    gathering |= {"max_grad_norm": found.gradient, "max_curvature": found.curvature}
+    statistics = paper.read_off(ExpMQuadEngine().gather(task.model, private, proj_dim, **gathering))
+
+    def release(epsilon: float, delta: float) -> dict:
+        books = ExpMQuadEngine().books()
+        module = paper.release(books, statistics, epsilon, radius, regularization=regularization)
+        return {"score": task.score(module), "spent": None}
 
     return release
 
 
 def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Journal) -> dict:
     """One release by a method whose bounds or rounds depend on the budget; its score and what the ledger says."""
-    task, private, public, engine = prepared(name, seed)
-    engine.accountant = ExpMAccountant()  # each release is the only one
+    task, private, public = prepared(name, seed)
+    engine = ExpMQuadEngine()  # each release is the only one
     radius, k = ONE_SHOT[name]
     common = {"delta": delta, "criterion": task.criterion, "progress": False}
     if method == "five arguments":
         module = engine.make_private_expm(task.model, private, epsilon, radius, k, **common)
     elif method == "rounds":
         module = engine.make_private_expm(
-            task.model, private, epsilon, radius, k, rounds=4, projection="sparse", public_loader=public, **common
+            task.model, private, epsilon, radius, k, rounds=4, public_loader=public, **common
         )
     elif method == "preconditioned":
         rounds, radius, k = (8, ROUNDS_RADIUS, None) if delta > 0 else (1, *PURE[name])
-        metric = engine.public_metric(task.model, public, k, criterion=task.criterion, **METRIC)
-        module = engine.make_private_expm(
-            task.model, private, epsilon, radius, k, rounds=rounds, projection="preconditioned", public_loader=public,
-            **metric, **common,
-        )  # fmt: skip
+        metric = measured_metric(name, seed, k)
+        module = engine.make_private_expm(task.model, private, epsilon, radius, k, rounds=rounds, **metric, **common)
     else:  # suggested
         advice = suggested(name, epsilon, delta, log)
-        found = advice["arguments"]
+        found = {key: value for key, value in advice["arguments"].items() if key not in OF_THE_SUBSPACE}
+        recipe = recipe_of(advice)
         views = VIEWS[name] if advice["views"] else None
         if advice["shifted"]:
             public = DataLoader(shifted_records(public, seed=seed), batch_size=BATCH)
         if advice["metric"]:  # a rule for this scale of the model's own public data
-            rule = {key: float(value) for key, value in advice["metric"].items()}
-            rule |= {"public_rank": found["public_rank"], "parameter_scales": found.get("parameter_scales")}
-            rule |= {"views": views, "criterion": task.criterion}
-            found = found | engine.public_metric(task.model, public, found["proj_dim"], **rule)
+            rule = {key: float(advice["metric"][key]) for key in METRIC}
+            rule |= {"projection": recipe, "views": views, "criterion": task.criterion}
+            found |= engine.public_metric(task.model, public, found["proj_dim"], **rule)
             found["regularization"] = None
         module = engine.make_private_expm(
-            task.model, private, epsilon, public_loader=public, views=views, **found, **common
+            task.model, private, epsilon, public_loader=public, views=views, **{"projection": recipe} | found, **common
         )
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
+
+
+OF_THE_SUBSPACE = ("projection", "denoise", "public_rank", "parameter_scales")  # as the log has it
+
+
+def recipe_of(advice: dict):
+    """The subspace that a logged suggestion describes."""
+    found = advice["arguments"]
+    own = {"denoise": found["denoise"]}
+    if found["projection"] == "preconditioned":
+        own |= {"rank": found["public_rank"], "scales": found.get("parameter_scales")}
+        own |= {"temperature": float(advice["metric"].get("public_temperature", 1.0))}
+    return replace(subspaces.named(found["projection"]), **own)
 
 
 def suggested(name: str, epsilon: float, delta: float, log: Journal) -> dict:
@@ -177,11 +206,15 @@ def suggested(name: str, epsilon: float, delta: float, log: Journal) -> dict:
             criterion=task.criterion, views=VIEWS.get(name), **often,
         )  # fmt: skip
         best = choice.candidate
-        left_out = ("public_loader", "views", "damping", "public_temperature")  # measured for each seed
+        left_out = ("public_loader", "views", "projection")  # measured for each seed, or said below
         arguments = {k: v for k, v in choice.arguments().items() if k not in left_out}
+        arguments |= {"projection": best.projection, "denoise": best.denoise}
+        if isinstance(choice.projection, Preconditioned):
+            scales = choice.projection.scales
+            arguments |= {"public_rank": best.public_rank, "parameter_scales": None if scales is None else dict(scales)}
         metric = {}
         if best.damping_share is not None:
-            metric = {key: str(getattr(best, key)) for key in METRIC}  # JSON has no infinity
+            metric = {key: str(getattr(best, key)) for key in RULES}  # JSON has no infinity
         facts = {"metric": metric, "shifted": best.shifted, "views": best.seen, "explanation": str(choice)}
         found = keep(log, cell, {"arguments": arguments, **facts})
     return found
@@ -203,8 +236,8 @@ def paper_statistics(name: str):
     task = TASKS[name](0)
     private, public = loaders(task)
     return ExpMQuadEngine().gather(
-        task.model, private, PAPER[name]["proj_dim"], criterion=task.criterion, public_loader=public, projection_seed=0,
-        progress=False,
+        task.model, private, PAPER[name]["proj_dim"], criterion=task.criterion, public_loader=public,
+        projection=Stiefel(seed=0), progress=False,
     )  # fmt: skip
 
 
@@ -215,12 +248,13 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
     common = {key: PAPER[name][key] for key in ("radius", "regularization")}
     common["nominal_size"] = statistics.nominal_size
     ours = calibrate(sensitivity, epsilon=epsilon, delta=delta, **common)
-    theirs = calibrate(sensitivity, epsilon=epsilon, delta=0.0, calibration="paper", **common)
+    theirs = paper.calibrate(sensitivity, epsilon, common["radius"])
     return {"factor": ours.inverse_temperature / theirs.inverse_temperature}
 
 
-ONE_PASS = ("paper", "one-shot", "joint", "public")  # whose statistics serve every budget
-OURS = ("paper", "five arguments", "one-shot", "joint", "rounds", "public", "preconditioned", "suggested")
+ONE_PASS = ("paper", "one-shot")  # whose statistics serve every budget
+OURS = ("paper", "five arguments", "one-shot", "rounds", "preconditioned", "suggested")
+EARLIER = ("joint", "public")  # of logs from before they went: reported, not run
 
 
 def run(options, log: Journal) -> None:
@@ -282,7 +316,7 @@ def summary(log: Journal, task: str) -> dict:
             scores.setdefault(key, {})[r["seed"]] = r["score"]
         if "settings" in r or "arguments" in r:
             settings[key] = r.get("settings") or r["arguments"] | r["metric"] | {"views": r["views"]}
-    order = ("zero-shot", "non-private", "dp-sgd", *OURS)
+    order = ("zero-shot", "non-private", "dp-sgd", *OURS, *EARLIER)
     names = ("method", "delta", "epsilon")
     rows = [
         {**dict(zip(names, key, strict=True)), "scores": [found[seed] for seed in sorted(found)]}

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import timing
 from benchmarks.timing import peak_mb
-from opacus_expm import ExpMQuadEngine, datasets
+from opacus_expm import ExpMQuadEngine, Sparse, datasets
 from opacus_expm.experiments.journal import Facts, Journal
 
 PUBLIC, PRIVATE, VALIDATION, TEST = 40, 2048, 300, 1000
@@ -200,7 +200,7 @@ def expm(which: str) -> dict:
     engine, criterion = ExpMQuadEngine(), nn.CrossEntropyLoss()
     begin = time.process_time()
     statistics = engine.gather(
-        model, loader(data["private"]), PROJ_DIM[which], criterion=criterion, projection="sparse", projection_seed=0,
+        model, loader(data["private"]), PROJ_DIM[which], criterion=criterion, projection=Sparse(seed=0),
         public_loader=loader(data["public"]), grad_sample_mode="hooks", progress=False,
     )  # fmt: skip
     seconds, memory = time.process_time() - begin, peak_mb()
@@ -214,10 +214,9 @@ def expm(which: str) -> dict:
         best: tuple[float, dict, dict] | None = None
         for radius, ridge in itertools.product(RADII[which], RIDGES):
             # A ledger of its own and a fixed generator for each draw: a simulation of the one release that is kept.
-            private = ExpMQuadEngine().release(
-                statistics, epsilon, radius, delta=delta, regularization=ridge * unit,
-                noise_generator=np.random.default_rng(0),
-            )  # fmt: skip
+            private = ExpMQuadEngine(noise_generator=np.random.default_rng(0)).release(
+                statistics, epsilon, radius, delta=delta, regularization=ridge * unit
+            )
             score = validation(private)["balanced"]
             if best is None or score > best[0]:
                 best = (score, {"radius": radius, "ridge": ridge}, private)

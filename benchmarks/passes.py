@@ -77,13 +77,12 @@ def our_pass(model, dataset, k: int, projection: str, **options) -> None:
     import torch
     from torch.utils.data import DataLoader
 
-    from opacus_expm import ExpMQuadEngine
+    from opacus_expm import ExpMQuadEngine, Sparse, Stiefel
 
+    recipe = {"sparse": Sparse, "stiefel": Stiefel}[projection](seed=0)
     bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
     loader = DataLoader(dataset, batch_size=BATCH)
-    ExpMQuadEngine().gather(
-        model, loader, k, criterion=torch.nn.CrossEntropyLoss(), projection=projection, projection_seed=0, **bounds
-    )
+    ExpMQuadEngine().gather(model, loader, k, criterion=torch.nn.CrossEntropyLoss(), projection=recipe, **bounds)
 
 
 def naive_pass(model, dataset, k: int) -> None:
@@ -92,11 +91,11 @@ def naive_pass(model, dataset, k: int) -> None:
     from torch.func import functional_call, jacrev, vmap
     from torch.utils.data import DataLoader
 
-    from opacus_expm.subspaces.projection import Stiefel
+    from opacus_expm.subspaces.stiefel import Columns
 
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     size = sum(p.numel() for p in parameters.values())
-    a = Stiefel.generate(size, k, 0, torch.device("cpu"), torch.float32).matrix
+    a = Columns.uniform(size, k, 0, torch.device("cpu"), torch.float32).matrix
     rows_of = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))
     total = torch.zeros(k, k, dtype=torch.float64)
     for x, y in DataLoader(dataset, batch_size=BATCH):
@@ -117,7 +116,7 @@ def curvlinops_pass(model, dataset, k: int) -> None:
     import torch
     from torch.utils.data import DataLoader
 
-    from opacus_expm.subspaces.projection import Stiefel
+    from opacus_expm.subspaces.stiefel import Columns
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
@@ -125,7 +124,7 @@ def curvlinops_pass(model, dataset, k: int) -> None:
         model, torch.nn.CrossEntropyLoss(reduction="sum"), parameters, list(DataLoader(dataset, batch_size=BATCH)),
         check_deterministic=False,
     )  # fmt: skip
-    a = Stiefel.generate(size, k, 0, torch.device("cpu"), torch.float32).matrix
+    a = Columns.uniform(size, k, 0, torch.device("cpu"), torch.float32).matrix
     a.T @ (operator @ a)
 
 
@@ -154,7 +153,7 @@ def perceptron(kind: str, value: int):
 
 def run_one(name: str, records: int) -> dict:
     """Measure one item in this process."""
-    from opacus_expm import tasks  # which every item needs, and the empty one pays for too
+    from opacus_expm import GradSampling, tasks  # which every item needs, and the empty one pays for too
 
     warnings.simplefilter("ignore")
     if name == "import only":
@@ -169,7 +168,7 @@ def run_one(name: str, records: int) -> dict:
             "plain": lambda m, d: plain_epoch(m, d),
             "dp-sgd": lambda m, d: dp_sgd_epoch(m, d),
             "exact": lambda m, d: our_pass(m, d, int(rest[1]), rest[0]),
-            "sampled": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], curvature_samples=2),
+            "sampled": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], grad_sample_mode=GradSampling(probes=2)),
             "gradient": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], max_curvature=0.0),
             "naive": lambda m, d: naive_pass(m.eval(), d, int(rest[1])),
             "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),

@@ -20,6 +20,7 @@ from benchmarks import timing
 from opacus_expm import ExpMQuadEngine, tasks
 from opacus_expm.mechanism import sampling
 from opacus_expm.mechanism.density import BallGaussian
+from opacus_expm.paper import Gibbs, PlainRejection
 
 REGIMES = ("inside", "flat", "moderate", "sharp")
 DRAWS = 500
@@ -67,7 +68,7 @@ def effective_fraction(series: np.ndarray) -> float:
 
 def gibbs_rate(case: BallGaussian, generator: np.random.Generator) -> tuple[float, float]:
     """Sweeps per second of 8 chains together, and effective draws per sweep (the worse of |ξ|² and bᵀξ)."""
-    sampler = sampling.Gibbs(burn_in=GIBBS_SWEEPS // 4, thin=1, chains=8)
+    sampler = Gibbs(burn_in=GIBBS_SWEEPS // 4, thin=1, chains=8)
     start = time.perf_counter()
     draws = sampler.sample(case, generator, 8 * GIBBS_SWEEPS)
     elapsed = (time.perf_counter() - start) * GIBBS_SWEEPS / (1.25 * GIBBS_SWEEPS)
@@ -79,8 +80,8 @@ def gibbs_rate(case: BallGaussian, generator: np.random.Generator) -> tuple[floa
 def rejection_rate(case: BallGaussian, generator: np.random.Generator) -> float:
     """Draws per second of plain rejection, 0 where it gives up."""
     try:
-        sampling.PlainRejection(max_proposals=20_000).sample(case, generator, 1)
-        return DRAWS / timing.median_seconds(lambda: sampling.PlainRejection().sample(case, generator, DRAWS))
+        PlainRejection(max_proposals=20_000).sample(case, generator, 1)
+        return DRAWS / timing.median_seconds(lambda: PlainRejection().sample(case, generator, DRAWS))
     except RuntimeError:
         return 0.0
 

@@ -112,11 +112,11 @@ def gather(model, loader, dim: int, **options):
     """One pass of the engine."""
     import torch
 
-    from opacus_expm import ExpMQuadEngine
+    from opacus_expm import ExpMQuadEngine, Sparse
 
     bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
     return ExpMQuadEngine().gather(
-        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection="sparse", projection_seed=0,
+        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection=Sparse(seed=0),
         grad_sample_mode="hooks", progress=False, **bounds,
     )  # fmt: skip
 

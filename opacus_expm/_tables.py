@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables in Markdown that people can read as they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose source is aligned, too."""
+    """A table in Markdown whose columns are aligned in the source too."""
     lines = [list(headings), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
     text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]

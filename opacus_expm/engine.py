@@ -21,8 +21,9 @@ from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module
-from opacus_expm.gathering.passes import Measurement, Workbench
+from opacus_expm.gathering.passes import Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics

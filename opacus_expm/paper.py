@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader
 from opacus_expm import _check
 from opacus_expm.books import Books
 from opacus_expm.gathering.criteria import CrossEntropy, MeanSquaredError
-from opacus_expm.gathering.passes import Measurement, full_space
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import full_space
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.mechanism.calibration import ROUNDING_MARGIN, Calibration
 from opacus_expm.mechanism.density import Array, BallGaussian
@@ -257,6 +258,15 @@ def calibrate(sensitivity: Sensitivity, epsilon: float, radius: float) -> Calibr
     return Calibration(c * (1 - ROUNDING_MARGIN), c * sensitivity.width(radius), math.inf, "paper")
 
 
+def cost_whatever_the_bounds(epsilon: float, adjacency: str) -> float:
+    """The most that a draw by ``calibrate`` can spend: c·W for no bound is more than ε/2, or ε under replace-one.
+
+    Where bounds were bought, c·W is a function of what was bought, which bounds nothing in a run in which another bound
+    comes out, and may not be what is charged (as in ``mechanism.calibration``).
+    """
+    return epsilon if adjacency == "replace_one" else epsilon / 2
+
+
 def bounds_read_off(
     model: nn.Module, loader: DataLoader[Any], criterion: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> LossBounds:
@@ -325,12 +335,22 @@ def release(
     budget, sampler = Budget(epsilon, 0.0, (radius,), regularization), sampler or Exact()
     name = "exact" if type(sampler) is Exact else type(sampler).__name__.lower()
     name = "custom" if name in ("exact", "secure") and type(sampler) is not Exact else name
+    if books.noise.secure:
+        raise ValueError(
+            "secure_mode draws exactly, by work that does not depend on the data: release with the engine itself, or use "
+            "an engine without secure_mode for the paper's draws"
+        )
+    if not isinstance(statistics, Statistics):
+        raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
     books.accountant.check_adjacency(books.adjacency)
     books.accountant.check_covered(sampler=name, noise=books.noise.origin)
     if statistics.bounds == "paper" and books.accountant.budget is not None:
         raise ValueError("bounds that were read off the private data cannot be charged to a budget")
     calibrated = calibrate(statistics.sums.sensitivity(books.adjacency), epsilon, radius)
-    event = release_event(statistics, budget, calibrated, books, sampler=name)
+    charged = calibrated
+    if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
+        charged = replace(calibrated, epsilon_range=cost_whatever_the_bounds(epsilon, books.adjacency))
+    event = release_event(statistics, budget, charged, books, sampler=name)
 
     def sample(density: BallGaussian) -> Array:
         return np.asarray(sampler.sample(density, books.noise.source())[0])

@@ -25,8 +25,9 @@ from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_resolution
-from opacus_expm.gathering.passes import Measurement, Pass, PublicRecords, Remembered, Workbench
+from opacus_expm.gathering.passes import Pass, PublicRecords, Remembered, Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.mechanism.calibration import (
@@ -140,7 +141,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """T."""
+        """The number of rounds, T."""
         return len(self.budget.radii)
 
     def facts(self, model: nn.Module, loader: DataLoader[Any]) -> dict[str, object]:
@@ -319,7 +320,7 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """T."""
+        """The number of rounds, T."""
         return self._plan.rounds
 
     def end(self) -> None:

@@ -162,11 +162,11 @@ class _Trial:
     release: Any = None
 
     def mean(self) -> float:
-        """Over the rehearsals so far."""
+        """The mean over the rehearsals so far."""
         return float(np.mean(self.values))
 
     def worth(self) -> tuple[bool, float]:
-        """To sort by: what is not a number last."""
+        """A key to sort by, in which what is not a number comes last."""
         return math.isnan(self.mean()), self.mean()
 
 
@@ -264,7 +264,7 @@ def suggest(
         }
 
     def units(trial: _Trial) -> dict[str, float]:
-        """Of the parameters, from either half of the stand-ins."""
+        """The units of the parameters, from the two halves of the stand-ins."""
         settings = gathering(trial)
         settings["projection"] = settings["projection"].seeded(seed)
         halves = [
@@ -372,7 +372,7 @@ def default_candidates(size: int, delta: float, *, views: bool = False) -> list[
     dims = [k for k in (100, PUBLIC_RANK) if k < size] or [size]
     return [
         Candidate(projection, dim, 1, radius)
-        for projection, dim, radius in itertools.product(("public", "stiefel"), dims, (0.1, 0.3, 1.0))
+        for projection, dim, radius in itertools.product(("preconditioned", "sparse"), dims, (0.1, 0.3, 1.0))
     ]
 
 

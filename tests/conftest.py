@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from opacus import PrivacyEngine
 
-from opacus_expm import baselines, engine
+from opacus_expm import baselines
+from opacus_expm.noise import Noise
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile(
@@ -50,5 +51,9 @@ def engines(monkeypatch):
 @pytest.fixture
 def seeded_noise(monkeypatch):
     """The same noise for every draw as if it came from the operating system: a budget accepts no generator."""
-    source = engine.noise_source
-    monkeypatch.setattr(engine, "noise_source", lambda given: source(given or np.random.default_rng(5)))
+    source = Noise.source
+
+    def seeded(self):
+        return np.random.default_rng(5) if self.generator is None else source(self)
+
+    monkeypatch.setattr(Noise, "source", seeded)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, Preconditioned, Stiefel
 from opacus_expm.gathering import files
 from opacus_expm.gathering import statistics as statistics_module
 
@@ -57,7 +57,7 @@ class Stream(IterableDataset):
         return iter(Records())
 
 
-GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection_seed": 0}
+GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection": Stiefel(seed=0)}
 
 
 def loader(dataset=None, **options):
@@ -124,9 +124,9 @@ def gather(rank, directory):
 
 def released(rank, directory):
     """A release from gathered statistics: one line in a shared ledger, one model."""
-    engine = ExpMQuadEngine(ledger_path=directory / "ledger.jsonl")
+    engine = ExpMQuadEngine(ledger_path=directory / "ledger.jsonl", noise_generator=generator())
     found = engine.gather(make_model(), loader(), DIM, **GOOD)
-    model = engine.release(found, 0.5, 0.3, noise_generator=generator())
+    model = engine.release(found, 0.5, 0.3)
     again = engine.release(found, 0.25, 0.3)
     return {
         "weights": flat(model),
@@ -166,14 +166,24 @@ def public(rank, directory):
         0.3,
         None,
         criterion=nn.MSELoss(),
-        projection="preconditioned",
+        projection=Preconditioned(rank=4),
         public_loader=loader(shuffle=True),
-        public_rank=4,
     )
     metric = engine.public_metric(
-        make_model(), loader(shuffle=True), damping_share=0.1, quantile=0.35, public_rank=4, criterion=nn.MSELoss()
+        make_model(),
+        loader(shuffle=True),
+        damping_share=0.1,
+        quantile=0.35,
+        projection=Preconditioned(rank=4),
+        criterion=nn.MSELoss(),
     )
-    return {"weights": flat(model), "ledger": engine.accountant.state_dict()["releases"], "metric": metric}
+    learned = metric.pop("projection")
+    return {
+        "weights": flat(model),
+        "ledger": engine.accountant.state_dict()["releases"],
+        "metric": metric | {"damping": learned.damping},
+        "curvature": learned.curvature.tensors(),
+    }
 
 
 def other_machine(rank, directory):
@@ -203,7 +213,7 @@ def mismatches(rank, directory):
     good = {"model": make_model(), "loader": loader(), "proj_dim": DIM, **GOOD}
     cases = {
         "model": {"model": other},
-        "seed": {"projection_seed": rank},
+        "seed": {"projection": Stiefel(seed=rank)},
         "bound": {"max_grad_norm": 1.0 + rank},
         "size": {"loader": loader(Records(RECORDS + rank))},
         "criterion": {"criterion": nn.MSELoss(reduction="sum" if rank else "mean")},
@@ -211,7 +221,6 @@ def mismatches(rank, directory):
         "iterable": {"loader": loader(Stream()), "nominal_size": RECORDS},
         "too few": {"loader": loader(Records(1))},
         "wrong on one rank": {"proj_dim": DIM if rank == 0 else "five"},
-        "paper": {"bounds": "paper"},
         "sharded model": {"model": fully_shard(copy.deepcopy(make_model()).float())},
     }
     found = {name: refusal(lambda c=change: engine.gather(**{**good, **c})) for name, change in cases.items()}

@@ -1,6 +1,7 @@
 """The slow, obvious twin of the statistics pass, and the models on which the fast one is compared with it.
 
-One record at a time, plain autograd, float64, dense matrices: nothing here shares code with the package.
+One record at a time, plain autograd, float64, dense matrices: the twin shares no code with the package. Maps and passes of
+the package that several tests need are put together at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils import _pytree as pytree
+
+from opacus_expm.gathering import clipping
+from opacus_expm.gathering.clipping import ClippedAdder, ClippedSums
+from opacus_expm.subspaces import Projection, Sparse, Stiefel
 
 # ---------------------------------------------------------------------------------------------------- the twin
 
@@ -642,3 +647,53 @@ CASES = [
     Case("columns", Columns, lambda n: torch.cat([numbers(4)(n), tokens(0)(n)[:, None]], 1), hooks=False),
 ]
 CASE = {case.name: case for case in CASES}
+
+
+# ------------------------------------------------------------------------------------ maps and passes of the package
+
+CPU = torch.device("cpu")
+
+
+def random_map(kind: str, size: int, dim: int | None, seed: int = 0, dtype: torch.dtype = torch.float64) -> Projection:
+    """A map that needs no public data: ``"sparse"``, ``"stiefel"`` or ``"full"``."""
+    recipe = Stiefel(seed) if kind == "stiefel" else Sparse(seed)
+    return recipe.build(size, None if kind == "full" else dim, CPU, dtype)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers from a seed, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthonormal(size: int, rank: int, seed: int = 0) -> Tensor:
+    """Orthonormal columns (size, rank)."""
+    return torch.linalg.qr(normal(size, rank, seed=seed))[0]
+
+
+def projected(projection: Projection, rows: Tensor, cuts: list[int]) -> Tensor:
+    """Aᵀ(rows), in blocks that end at the given places."""
+    out = torch.zeros(len(rows), projection.width, dtype=rows.dtype)
+    for start, stop in pairwise([0, *cuts, rows.shape[1]]):
+        projection.add_projected(out, rows[:, start:stop], start)
+    return projection.finish(out)
+
+
+def looked_up(values: Tensor, index: Tensor, start: int, size: int) -> Tensor:
+    """Rows (N, size) in which the table at ``start`` has ``values[n, t]`` at row ``index[n, t]``; equal indices add up."""
+    whole, width = torch.zeros(len(values), size, dtype=values.dtype), values.shape[2]
+    for n, (places, rows) in enumerate(zip(index, values, strict=True)):
+        for place, row in zip(places, rows, strict=True):
+            at = start + int(place) * width
+            whole[n, at : at + width] += row
+    return whole
+
+
+def sums_of(
+    source: Any, criterion: Any, batches: Any, *, max_grad_norm: float, max_curvature: float, **options: Any
+) -> ClippedSums:
+    """The package's clipped sums over batches, from a gatherer, without a workbench."""
+    total = ClippedAdder(max_grad_norm, max_curvature)
+    for inputs, targets in batches:
+        records = clipping.record_quadratics(source, criterion, inputs, targets, curvature=max_curvature > 0, **options)
+        total.add(records)
+    return total.result()

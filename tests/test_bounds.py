@@ -6,130 +6,27 @@ import warnings
 
 import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
+from small_problem import gathered, make_loader, make_model, make_tensors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, NoGuarantee, Purchase, Release, bounds
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, Purchase, Release, Sparse, Stiefel, rounds
+from opacus_expm import bounds as bounds_module
 from opacus_expm.accounting import composition
-from opacus_expm.bounds import (
-    GRID,
-    QUANTILES,
-    grid_counts,
-    private_quantile,
-    quantile_epsilon,
-    quantile_scores,
-    score_width,
-    warn_if_unreliable,
-)
-from opacus_expm.gathering import statistics as statistics_module
-from opacus_expm.gathering.clipping import Sensitivity
-from opacus_expm.mechanism.calibration import allowances, calibrate_within, cost_whatever_the_bounds
+from opacus_expm.bounds import QUANTILES, Bounds
+from opacus_expm.gathering import passes
+from opacus_expm.gathering.clipping import ClippingBounds
+from opacus_expm.mechanism import quantiles as bounds
+from opacus_expm.mechanism.quantiles import GRID
 
 
-class Fixed:
-    """The same uniform number for ever."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def random(self, count):
-        return np.full(count, self.value)
-
-
-def _log_probabilities(norms, quantile, epsilon, adjacency):
-    logits = epsilon * quantile_scores(grid_counts(norms), quantile) / score_width(quantile, adjacency)
-    return logits - np.logaddexp.reduce(logits)
-
-
-NORMS = st.lists(st.floats(1e-9, 1e9), max_size=30).map(np.array)
-
-
-@given(NORMS, st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0))
-def test_one_record_more_keeps_the_loss_in_an_interval_of_length_epsilon(norms, record, quantile, epsilon):
-    """By enumeration of all grid points: bounded range, hence pure ε-DP."""
-    before = _log_probabilities(norms, quantile, epsilon, "add_remove")
-    after = _log_probabilities(np.append(norms, record), quantile, epsilon, "add_remove")
-    loss = after - before
-    assert np.ptp(loss) <= epsilon * (1 + 1e-9)
-    assert np.abs(loss).max() <= epsilon * (1 + 1e-9)
-
-
-@given(NORMS.filter(lambda n: n.size), st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0))
-def test_replacing_a_record(norms, record, quantile, epsilon):
-    before = _log_probabilities(norms, quantile, epsilon, "replace_one")
-    after = _log_probabilities(np.append(norms[1:], record), quantile, epsilon, "replace_one")
-    assert np.ptp(after - before) <= epsilon * (1 + 1e-9)
-
-
-def test_the_width_is_reached_so_a_smaller_one_would_be_wrong():
-    """q = 0.8: a record above the quantile makes points below it worse by 0.8 and points above it better by 0.8."""
-    norms, record = np.full(10, 1e3), 1e6
-    change = quantile_scores(grid_counts(np.append(norms, record)), 0.8) - quantile_scores(grid_counts(norms), 0.8)
-    assert np.ptp(change) == pytest.approx(score_width(0.8, "add_remove"))
-
-
-def test_draws_follow_the_stated_law():
-    norms = np.random.default_rng(0).lognormal(size=200)
-    expected = np.exp(_log_probabilities(norms, 0.8, 0.3, "add_remove"))
-    random, counts = np.random.default_rng(1), grid_counts(norms)
-    draws = np.array([private_quantile(counts, 0.8, 0.3, "add_remove", random) for _ in range(4000)])
-    counts = np.array([(draws == t).sum() for t in GRID])
-    likely = expected * len(draws) >= 5
-    observed = np.append(counts[likely], counts[~likely].sum())
-    expectation = np.append(expected[likely], expected[~likely].sum()) * len(draws)
-    assert stats.chisquare(observed, expectation).pvalue > 1e-3
-    wrong = np.exp(_log_probabilities(norms, 0.8, 0.6, "add_remove"))  # twice the ε
-    expectation = np.append(wrong[likely], wrong[~likely].sum()) * len(draws)
-    assert stats.chisquare(observed, expectation).pvalue < 1e-6
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 1e-16, 1.0])
-def test_every_uniform_number_gives_a_grid_point(uniform):
-    assert private_quantile(grid_counts(np.ones(5)), 0.5, 1.0, "add_remove", Fixed(uniform)) in GRID
-
-
-def test_points_of_any_probability_can_be_chosen():
-    """On both sides of the quantile, down to 2⁻⁹⁰: each has its part of the uniform numbers, next to zero."""
-    norms = np.random.default_rng(0).lognormal(sigma=3.0, size=200)
-    logs = _log_probabilities(norms, 0.5, 1.0, "add_remove")
-    rare = np.flatnonzero((logs > math.log(2.0**-90)) & (logs < math.log(2.0**-54)))
-    assert {bool(t < np.median(norms)) for t in GRID[rare]} == {True, False}
-    for point in rare:
-        others = np.exp(logs[logs < logs[point]]).sum()
-        chosen = private_quantile(
-            grid_counts(norms), 0.5, 1.0, "add_remove", Fixed(others + 0.5 * math.exp(logs[point]))
-        )
-        assert logs[np.flatnonzero(chosen == GRID)[0]] == logs[point]
-
-
-def test_norms_are_not_mistaken_for_counts():
-    with pytest.raises(ValueError, match="counts must be grid_counts"):
-        private_quantile(np.ones(5), 0.5, 1.0, "add_remove", Fixed(0.5))
-
-
-def test_reliable_purchases_are_near_the_quantile():
-    """At twice what reliability needs, a thousand purchases stay within a few percentiles of the quantile."""
-    size = 20_000
-    norms = np.sort(np.random.default_rng(2).lognormal(size=size))
-    epsilon = quantile_epsilon(100.0, size, QUANTILES["max_grad_norm"])
-    random, counts = np.random.default_rng(3), grid_counts(norms)
-    found = [private_quantile(counts, QUANTILES["max_grad_norm"], epsilon, "add_remove", random) for _ in range(1000)]
-    reached = np.searchsorted(norms, found) / size
-    assert np.abs(reached - QUANTILES["max_grad_norm"]).max() < 0.1
-
-
-def test_a_poor_purchase_fails_often():
-    """With N = 20,000, q = 0.9 and ε₁ = 0.0025 most purchases miss; so the warning is not for nothing."""
-    norms = np.sort(np.random.default_rng(4).lognormal(size=20_000))
-    random, counts = np.random.default_rng(5), grid_counts(norms)
-    found = [private_quantile(counts, 0.9, 0.0025, "add_remove", random) for _ in range(300)]
-    reached = np.searchsorted(norms, found) / 20_000
-    assert np.mean(np.abs(reached - 0.9) > 0.09) > 0.5
+def quantile_epsilon(epsilon, size, quantile):
+    """The price of the bound that is bought at this quantile."""
+    (name,) = [name for name, used in QUANTILES.items() if used == quantile]
+    return Bounds().prices(epsilon, size)[name]
 
 
 def test_price():
@@ -137,9 +34,52 @@ def test_price():
     assert quantile_epsilon(1.0, 20_000, 0.8) == pytest.approx(2 * needed)
     assert quantile_epsilon(0.15, 20_000, 0.8) == pytest.approx(0.05 * 0.15)
     assert quantile_epsilon(0.01, 1000, 0.8) == pytest.approx(0.0005)
-    warn_if_unreliable(1.001 * needed, 20_000, 0.8)  # reliable: silent, or the test would fail
+    bounds_module._warn_if_unreliable(1.001 * needed, 20_000, 0.8)  # reliable: silent, or the test would fail
     with pytest.warns(UserWarning, match=r"may come out far from its quantile .* pass max_grad_norm="):
-        warn_if_unreliable(0.9 * needed, 20_000, 0.8)
+        bounds_module._warn_if_unreliable(0.9 * needed, 20_000, 0.8)
+
+
+# --- as they are asked for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "missing", "curvature"),
+    [
+        (Bounds(), ("max_grad_norm", "max_curvature"), True),
+        (Bounds(1.0), ("max_curvature",), True),
+        (Bounds(None, 2.0), ("max_grad_norm",), True),
+        (Bounds(None, 0.0), ("max_grad_norm",), False),
+        (Bounds(1.0, 2.0), (), True),
+        (Bounds(1.0, 0), (), False),
+    ],
+)
+def test_what_is_missing_is_named_and_priced(asked, missing, curvature):
+    assert asked.missing == missing
+    assert asked.curvature is curvature
+    assert tuple(asked.prices(1.0, 3000)) == missing
+    if missing:
+        with pytest.raises(ValueError, match=f"{missing[0]} is not given: pass max_grad_norm= and max_curvature="):
+            asked.given()
+    else:
+        assert asked.given() == ClippingBounds(asked.max_grad_norm, asked.max_curvature, "given")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1", True])
+def test_bounds_are_checked_once(value):
+    with pytest.raises((TypeError, ValueError), match="max_grad_norm must be"):
+        Bounds(value)
+    if value != 0.0:
+        with pytest.raises((TypeError, ValueError), match="max_curvature must be"):
+            Bounds(1.0, value)
+
+
+@given(st.floats(1e-6, 100.0), st.integers(1, 10**7))
+def test_a_price_is_a_twentieth_of_the_budget_at_the_most(epsilon, size):
+    """A function of public numbers alone; never more than what twice reliability needs."""
+    prices = Bounds().prices(epsilon, size)
+    for name, price in prices.items():
+        assert 0 < price <= 0.05 * epsilon
+        assert price <= 2 * bounds.reliable_epsilon(size, QUANTILES[name]) * (1 + 1e-12)
 
 
 # --- through the engine ---------------------------------------------------------------------------------------------
@@ -189,11 +129,10 @@ def closed_total(events, delta):
     st.sampled_from([0.0, 1e-6, 1e-3]),
     st.sampled_from(["add_remove", "replace_one"]),
     st.sampled_from([0.0, 1.0, None]),
-    st.sampled_from(["separate", "joint"]),
 )
-def test_the_total_is_what_was_asked_for(epsilon, delta, adjacency, regularization, clipping):
+def test_the_total_is_what_was_asked_for(epsilon, delta, adjacency, regularization):
     model, dataset = _task(40)
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(adjacency=adjacency)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         engine.make_private_expm(
@@ -203,9 +142,7 @@ def test_the_total_is_what_was_asked_for(epsilon, delta, adjacency, regularizati
             0.3,
             3,
             delta=delta,
-            adjacency=adjacency,
             regularization=regularization,
-            clipping=clipping,
             criterion=nn.MSELoss(),
         )
     events = engine.accountant.releases
@@ -232,25 +169,25 @@ def test_only_what_is_missing_is_bought(missing):
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-@pytest.mark.parametrize("calibration", ["range", "gaussian", "paper"])
-def test_charges_do_not_depend_on_what_was_bought(calibration, adjacency, rounds):
+@pytest.mark.parametrize(
+    ("calibration", "delta", "regularization"),
+    [("range", 0.0, 1.0), ("range", 1e-5, 0.0), ("gaussian", 1e-5, 100.0)],
+)
+def test_charges_do_not_depend_on_what_was_bought(calibration, delta, regularization, adjacency, rounds):
     """A cost that followed from the bound that happened to come out would bound nothing where another one comes out."""
     model, dataset = _task()
-    delta = 0.0 if calibration == "paper" else 1e-5
     bought, charged, pure = set(), set(), set()
     for seed in range(4):
-        engine = ExpMQuadEngine()
+        engine = ExpMQuadEngine(adjacency=adjacency, noise_generator=np.random.default_rng(seed))
         engine.make_private_expm(
             *(model, _loader(dataset), 1.0, 0.3, 5),
             delta=delta,
             rounds=rounds,
-            calibration=calibration,
-            adjacency=adjacency,
-            regularization=1.0,
+            regularization=regularization,
             criterion=nn.MSELoss(),
-            noise_generator=np.random.default_rng(seed),
         )
         draws = [event for event in engine.accountant.releases if isinstance(event, Release)]
+        assert {draw.calibration for draw in draws} == {calibration}
         bought |= {(draw.max_grad_norm, draw.max_curvature) for draw in draws}
         charged |= {(draw.epsilon_range, draw.mu) for draw in draws}
         pure.add(engine.get_epsilon(0.0))
@@ -258,18 +195,6 @@ def test_charges_do_not_depend_on_what_was_bought(calibration, adjacency, rounds
     assert len(bought) > 1
     assert len(charged) == len(pure) == 1
     assert math.isinf(pure.pop()) == (calibration == "gaussian")
-
-
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-@given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.floats(1e-3, 1e3))
-def test_the_papers_calibration_costs_no_more_than_is_planned_whatever_the_bounds(adjacency, c_g, c_h, radius):
-    (allowance,) = allowances(1.0, 0.0)
-    sensitivity = Sensitivity(c_g, c_h, False, adjacency)
-    settings = {"radius": radius, "regularization": 1.0, "nominal_size": 10, "calibration": "paper"}
-    most, _ = cost_whatever_the_bounds(allowance, "paper", adjacency)
-    assert calibrate_within(allowance, sensitivity, **settings).epsilon_range <= most * (1 + 1e-12)
-    if c_h == 0:  # reached
-        assert calibrate_within(allowance, sensitivity, **settings).epsilon_range == pytest.approx(most)
 
 
 def test_gradient_only_needs_one_bound():
@@ -284,14 +209,12 @@ def test_gradient_only_needs_one_bound():
 
 def test_remembered_rows_and_a_second_pass_give_the_same(monkeypatch):
     model, dataset = _task()
-    options = {"criterion": nn.MSELoss(), "projection_seed": 0, "epsilon": 5.0}
+    options = {"criterion": nn.MSELoss(), "projection": Sparse(seed=0), "epsilon": 5.0}
     found = []
     for memory in (2**30, 0):
-        monkeypatch.setattr(statistics_module, "CACHE_BYTES", memory)
-        gathered = ExpMQuadEngine().gather(
-            model, _loader(dataset), 5, noise_generator=np.random.default_rng(7), **options
-        )
-        found.append(gathered.sums)
+        monkeypatch.setattr(passes, "CACHE_BYTES", memory)
+        engine = ExpMQuadEngine(noise_generator=np.random.default_rng(7))
+        found.append(engine.gather(model, _loader(dataset), 5, **options).sums)
     assert found[0].max_grad_norm == found[1].max_grad_norm
     torch.testing.assert_close(found[0].gradient, found[1].gradient, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[0].curvature, found[1].curvature, rtol=1e-6, atol=1e-6)
@@ -307,11 +230,11 @@ def test_the_private_data_is_read_once_while_it_fits(monkeypatch):
 
     model, dataset = _task(1000)
     counted = Counted(*dataset.tensors)
-    for memory, passes in ((2**30, 1), (0, 2)):
-        monkeypatch.setattr(statistics_module, "CACHE_BYTES", memory)
+    for memory, times in ((2**30, 1), (0, 2)):
+        monkeypatch.setattr(passes, "CACHE_BYTES", memory)
         Counted.reads = 0
         ExpMQuadEngine().gather(model, _loader(counted), 5, criterion=nn.MSELoss(), epsilon=10.0)
-        assert Counted.reads == passes * 1000
+        assert Counted.reads == times * 1000
 
 
 def test_a_purchase_is_charged_before_it_is_drawn(monkeypatch):
@@ -320,7 +243,7 @@ def test_a_purchase_is_charged_before_it_is_drawn(monkeypatch):
     def crash(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("opacus_expm.engine.private_quantile", crash)
+    monkeypatch.setattr("opacus_expm.bounds.private_quantile", crash)
     engine = ExpMQuadEngine()
     with pytest.raises(KeyboardInterrupt):
         engine.gather(model, _loader(dataset), 5, criterion=nn.MSELoss(), epsilon=1.0)
@@ -385,10 +308,8 @@ def test_statistics_belong_to_the_ledger_that_paid_for_their_bounds(tmp_path):
 
 def test_every_round_knows_the_ledger_that_paid(monkeypatch):
     model, dataset = _task()
-    engine, seen, draw = ExpMQuadEngine(), [], ExpMQuadEngine._draw
-    monkeypatch.setattr(
-        ExpMQuadEngine, "_draw", lambda self, s, *a, **o: seen.append(s.receipts) or draw(self, s, *a, **o)
-    )
+    engine, seen, draw = ExpMQuadEngine(), [], rounds.release
+    monkeypatch.setattr(rounds, "release", lambda s, *a, **o: seen.append(s.receipts) or draw(s, *a, **o))
     engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 5, rounds=2, criterion=nn.MSELoss())
     receipts = {event.receipt for event in engine.accountant.releases if isinstance(event, Purchase)}
     assert len(receipts) == 2
@@ -397,21 +318,13 @@ def test_every_round_knows_the_ledger_that_paid(monkeypatch):
 
 def test_merged_statistics_need_every_receipt():
     model, dataset = _task()
-    engine, other = ExpMQuadEngine(), ExpMQuadEngine()
-    options = {"criterion": nn.MSELoss(), "epsilon": 1.0, "projection_seed": 0, "nominal_size": 3000}
-    parts = [
-        used.gather(model, _loader(dataset), 5, noise_generator=np.random.default_rng(7), **options)
-        for used in (engine, other)
-    ]
+    engine, other = (ExpMQuadEngine(noise_generator=np.random.default_rng(7)) for _ in range(2))
+    options = {"criterion": nn.MSELoss(), "epsilon": 1.0, "projection": Sparse(seed=0), "nominal_size": 3000}
+    parts = [used.gather(model, _loader(dataset), 5, **options) for used in (engine, other)]
     merged = parts[0].merge(parts[1])  # the same bounds came out
     for used in (engine, other):
         with pytest.raises(ValueError, match="another ledger"):
             used.release(merged, 0.5, 0.3)
-
-
-def test_the_grid_cannot_be_changed():
-    with pytest.raises(ValueError, match="read-only"):
-        bounds.GRID[0] = 1.0
 
 
 class Untouchable(Dataset):
@@ -468,153 +381,65 @@ def test_what_follows_from_bought_bounds_lowers_no_total(delta, regularization):
     assert math.isfinite(engine.accountant.releases[-1].mu) is (regularization is None)
 
 
-# --- the source paper's bounds, which are not private -----------------------------------------------------------------
-
-NOT_PRIVATE = "bounds='paper' reads the clipping bounds off the private data: the release is NOT differentially private"
+# --- measured on public data ----------------------------------------------------------------------------------------
 
 
-def _outputs_task(outputs, loss, n=60):
-    """A small network in float64, and its records, one of which is far out."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    x[17] *= 6
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
-    if loss == "ce":
-        y = torch.randint(outputs, (n,), generator=generator)
-    elif loss == "bce":
-        y = torch.randint(2, (n, outputs), generator=generator).double()
-    else:
-        y = 3 * torch.randn(n, outputs, generator=generator, dtype=torch.float64)
-    return model, TensorDataset(x, y)
+def _norms(model, loader, matrix):
+    """|Aᵀ∇ℓ_i| and ‖AᵀH_iA‖ of every record, by plain autograd; one output and mean squared error."""
+    gradients, curvatures = [], []
+    for x, y in loader:
+        for record in range(len(x)):
+            output = model(x[record : record + 1])
+            row = torch.cat([g.flatten() for g in torch.autograd.grad(output.sum(), list(model.parameters()))]) @ matrix
+            norm = float(torch.linalg.vector_norm(row))
+            gradients.append(abs(2 * float(output.detach() - y[record])) * norm)
+            curvatures.append(2 * norm**2)
+    return np.array(gradients), np.array(curvatures)
 
 
-def _read_off(model, dataset):
-    """Largest spectral norm of a record's full Jacobian, and largest residual, one record at a time."""
-    x, y = dataset.tensors
-    passed = reference.output_and_jacobian_of_each(model, x, len(x))
-    jacobian = max(float(torch.linalg.matrix_norm(j, 2)) for _, j in passed)
-    residual = max(float((f - t).norm()) for (f, _), t in zip(passed, y, strict=True)) if y.dim() == 2 else None
-    return jacobian, residual
+def test_bounds_are_measured_on_public_data():
+    model, public = make_model(torch.float64), make_loader(torch.float64, seed=7, records=31)
+    options = {"public_loader": public, "max_grad_norm": None, "max_curvature": None, "projection": Stiefel(seed=0)}
+    found = [gathered(model, make_loader(torch.float64, seed=seed), **options) for seed in (0, 1)]
+    gradients, curvatures = _norms(model, public, found[0].projection.matrix)
+    assert found[0].sums.max_grad_norm == pytest.approx(np.quantile(gradients, 0.8), rel=1e-9)
+    assert found[0].sums.max_curvature == pytest.approx(np.quantile(curvatures, 0.5), rel=1e-9)
+    # Whatever the private data are.
+    assert found[0].sums.max_grad_norm == found[1].sums.max_grad_norm
+    assert found[0].sums.max_curvature == found[1].sums.max_curvature
+    assert not torch.equal(found[0].sums.gradient, found[1].sums.gradient)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-@pytest.mark.parametrize(("loss", "outputs"), [("mse", 1), ("mse", 3), ("ce", 2), ("ce", 4)])
-def test_the_papers_bounds_are_its_formulas(loss, outputs, mode):
-    """ḡ and H̄ from the largest Jacobian and residual in the full space, each times 1.1, whatever the subspace."""
-    model, dataset = _outputs_task(outputs, loss)
-    jacobian, residual = _read_off(model, dataset)
-    j = 1.1 * jacobian
-    expected = (
-        (math.sqrt(2) * j, j * j / 2) if loss == "ce" else (2 * j * 1.1 * residual / outputs, 2 * j * j / outputs)
-    )
-    criterion = nn.CrossEntropyLoss() if loss == "ce" else nn.MSELoss()
-    for dim in (2, None):
-        with pytest.warns(UserWarning, match=NOT_PRIVATE):
-            found = ExpMQuadEngine().gather(
-                model, _loader(dataset), dim, criterion=criterion, bounds="paper", grad_sample_mode=mode
-            )
-        assert (found.sums.max_grad_norm, found.sums.max_curvature) == pytest.approx(expected, rel=1e-9)
-        assert found.bounds == "paper"
-    # They bound every record's projected gradient and curvature, so that nothing is clipped.
-    plain = ExpMQuadEngine().gather(
-        model, _loader(dataset), None, criterion=criterion, max_grad_norm=1e9, max_curvature=1e9
-    )
-    torch.testing.assert_close(found.sums.gradient, plain.sums.gradient, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.sums.curvature, plain.sums.curvature, rtol=1e-9, atol=1e-9)
+def test_given_bounds_are_kept_beside_public_data():
+    public = make_loader(torch.float64, seed=7)
+    measured = gathered(public_loader=public, max_grad_norm=None, max_curvature=None).sums
+    only_gradient = gathered(public_loader=public, max_grad_norm=None, max_curvature=0.25).sums
+    assert (only_gradient.max_grad_norm, only_gradient.max_curvature) == (measured.max_grad_norm, 0.25)
+    only_curvature = gathered(public_loader=public, max_grad_norm=0.25, max_curvature=None).sums
+    assert (only_curvature.max_grad_norm, only_curvature.max_curvature) == (0.25, measured.max_curvature)
+    both = gathered(public_loader=public).sums
+    assert (both.max_grad_norm, both.max_curvature) == (1.0, 1.0)
 
 
-def test_the_papers_bounds_follow_a_single_record():
-    """Why they are not private: the record that is far out moves them."""
-    model, dataset = _outputs_task(1, "mse")
-    x, y = dataset.tensors
-    kept = torch.arange(len(x)) != 17
-    found = []
-    for data in (dataset, TensorDataset(x[kept], y[kept])):
-        with pytest.warns(UserWarning, match="NOT differentially private"):
-            statistics = ExpMQuadEngine().gather(model, _loader(data), 2, criterion=nn.MSELoss(), bounds="paper")
-        found.append(statistics.sums.max_curvature)
-    assert found[0] > 1.1 * found[1]
+def test_public_data_without_curvature():
+    found = gathered(public_loader=make_loader(torch.float64, seed=7), max_grad_norm=None, max_curvature=0).sums
+    assert found.curvature is None
+    assert found.max_curvature == 0.0
+    assert found.max_grad_norm > 0
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_the_papers_bounds_give_no_guarantee(rounds, tmp_path):
-    """A warning, a release, and no ε from then on: not here, not after a checkpoint, not from the ledger's file."""
-    model, dataset = _outputs_task(1, "mse")
-    path = tmp_path / "ledger.jsonl"
-    engine = ExpMQuadEngine(ledger_path=path)
-    options = {"criterion": nn.MSELoss(), "bounds": "paper", "rounds": rounds}
-    with pytest.warns(UserWarning, match=NOT_PRIVATE) as said:
-        private = engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 4, **options)
-    assert len(said) == 1
-    assert said[0].filename == __file__
-    assert [type(event) for event in engine.accountant.releases] == [Release] * rounds  # nothing was bought
-    assert {event.bounds for event in engine.accountant.releases} == {"paper"}
-    assert not torch.equal(private[0].weight, model[0].weight)
-    engine.save_checkpoint(path=tmp_path / "checkpoint.pt", module=private)
-    loaded = ExpMQuadEngine()
-    loaded.load_checkpoint(path=tmp_path / "checkpoint.pt", module=model)
-    for used in (engine, loaded, ExpMQuadEngine(ledger_path=path)):
-        for delta in (0.0, 1e-5):
-            for ask in (used.get_epsilon, used.accountant.get_epsilon):
-                with pytest.raises(NoGuarantee, match="no epsilon can be stated for this ledger"):
-                    ask(delta)
-    # Nor does a private release afterwards make it good.
-    loaded.make_private_expm(
-        model, _loader(dataset), 1.0, 0.3, 4, criterion=nn.MSELoss(), max_grad_norm=1.0, max_curvature=1.0
-    )
-    with pytest.raises(NoGuarantee):
-        loaded.get_epsilon()
+def test_public_data_without_gradient_are_refused():
+    model = make_model(torch.float64)
+    x, _ = make_tensors(torch.float64)
+    public = DataLoader(TensorDataset(x, model(x).detach()), batch_size=16)
+    with pytest.raises(ValueError, match=r"public_loader gives a zero bound.*max_grad_norm="):
+        gathered(model, public_loader=public, max_grad_norm=None, max_curvature=None)
 
 
-def test_simulation_with_the_papers_bounds_charges_nothing():
-    """The paper's figures: statistics may be gathered and draws simulated; the ledger stays empty."""
-    model, dataset = _outputs_task(1, "mse")
-    engine = ExpMQuadEngine()
-    with pytest.warns(UserWarning, match=NOT_PRIVATE):
-        statistics = engine.gather(model, _loader(dataset), 2, criterion=nn.MSELoss(), bounds="paper")
-    with pytest.warns(UserWarning, match="NOT releases"):
-        values = engine.simulate(statistics, 1.0, 0.3, lambda module: 1.0, draws=3, calibration="paper")
-    assert values.tolist() == [1.0] * 3
-    assert engine.get_epsilon() == 0.0
-    engine.release(statistics, 1.0, 0.3)
-    with pytest.raises(NoGuarantee):
-        engine.get_epsilon()
-
-
-def test_the_papers_bounds_and_a_budget_exclude_each_other(tmp_path):
-    model, dataset = _outputs_task(1, "mse")
-    options = {"criterion": nn.MSELoss(), "bounds": "paper"}
-    engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "ledger")
-    for call in (
-        lambda: engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **options),
-        lambda: engine.gather(model, _loader(Untouchable()), 4, **options),
-    ):
-        with pytest.raises(ValueError, match="bounds='paper' is not private and cannot be charged to a budget"):
-            call()
-    assert len(engine.accountant) == 0
-    # Statistics of an engine without a budget cannot be released by one that has a budget either.
-    other = ExpMQuadEngine(ledger_path=tmp_path / "other")
-    with pytest.warns(UserWarning, match=NOT_PRIVATE):
-        statistics = other.gather(model, _loader(dataset), 4, **options)
-    with pytest.raises(NoGuarantee):
-        engine.release(statistics, 0.5, 0.3)
-    assert len(engine.accountant) == 0
-    # And once such a release is in the ledger, no budget can be kept.
-    other.release(statistics, 0.5, 0.3)
-    with pytest.warns(UserWarning, match="holds 1 charges already"):
-        engine = ExpMQuadEngine(budget=(1.0, 0.0), ledger_path=tmp_path / "other")
-    given = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0}
-    with pytest.raises(NoGuarantee):
-        engine.make_private_expm(model, _loader(Untouchable()), 0.5, 0.3, 4, **given)
-    assert len(engine.accountant) == 1
-
-
-def test_the_papers_bounds_are_defined_for_two_losses():
-    model, dataset = _outputs_task(1, "bce")
-    engine = ExpMQuadEngine()
-    message = "bounds='paper' is defined for cross-entropy and mean squared error, not for BinaryCrossEntropy"
-    with pytest.warns(UserWarning, match=NOT_PRIVATE), pytest.raises(ValueError, match=message):
-        engine.make_private_expm(model, _loader(dataset), 1.0, 0.3, 4, criterion=nn.BCEWithLogitsLoss(), bounds="paper")
-    assert len(engine.accountant) == 0
+def test_a_bound_that_is_given_need_not_be_measurable():
+    """No gradient on public data matters only if it is needed for a bound."""
+    model = make_model(torch.float64)
+    x, _ = make_tensors(torch.float64)
+    public = DataLoader(TensorDataset(x, model(x).detach()), batch_size=16)
+    found = gathered(model, public_loader=public, max_grad_norm=1.0, max_curvature=None).sums
+    assert found.max_curvature > 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Comparison, ExpMAccountant, ExpMQuadEngine, cli, tasks
+from opacus_expm import Comparison, ExpMAccountant, ExpMQuadEngine, cli, paper, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -175,15 +175,15 @@ def test_epsilon_tells_what_a_ledger_cost(tmp_path, capsys):
 
 def test_epsilon_says_what_is_not_guaranteed(tmp_path, capsys):
     path = tmp_path / "ledger.jsonl"
-    engine = _ledger(path)
+    ledger = _ledger(path).accountant
+    engine = ExpMQuadEngine(accountant=ledger, noise_generator=np.random.default_rng(0))
     x = torch.ones(20, 3)
     loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=5)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="a private bound for epsilon")
         engine.make_private_expm(
-            torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, criterion=torch.nn.MSELoss(), max_curvature=0.0,
-            noise_generator=np.random.default_rng(0),
-        )  # fmt: skip
+            torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, criterion=torch.nn.MSELoss(), max_curvature=0.0
+        )
     assert cli.main(["epsilon", str(path)]) == 0
     captured = capsys.readouterr()
     out = captured.out.splitlines()
@@ -253,10 +253,12 @@ def test_epsilon_states_nothing_for_bounds_that_were_read_off_the_private_data(t
     engine = _ledger(path)
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5)
+    model, criterion = torch.nn.Linear(3, 1), torch.nn.MSELoss()
     with pytest.warns(UserWarning, match="NOT differentially private"):
-        engine.make_private_expm(
-            torch.nn.Linear(3, 1), loader, 0.5, 0.5, 2, criterion=torch.nn.MSELoss(), bounds="paper"
-        )
+        found = paper.bounds_read_off(model, loader, criterion)
+    given = {"max_grad_norm": found.gradient, "max_curvature": found.curvature}
+    statistics = engine.gather(model, loader, 2, criterion=criterion, **given)
+    paper.release(engine.books(), paper.read_off(statistics), 0.5, 0.5)
     with pytest.raises(SystemExit) as stop:
         cli.main(["epsilon", str(path), *options])
     assert stop.value.code == 2

@@ -1,6 +1,7 @@
 """README and docs: code that compiles, names and links that exist, complete tables, proofs whose tests are there."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
@@ -118,11 +119,27 @@ def first_column(text):
     return [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
 
 
+def settings(recipe):
+    """What a recipe can be made with, apart from what it learns."""
+    return {field.name for field in dataclasses.fields(recipe) if field.init} - {"curvature"}
+
+
 def test_every_option_has_its_row_and_no_other():
-    tables, _, rest = text_of(FOLDER / "options.md").partition("## Options of the engine")
-    of_the_engine = rest.partition("## Choosing the settings")[0]
-    for table, function in ((tables, ExpMQuadEngine.make_private_expm), (of_the_engine, ExpMQuadEngine.__init__)):
+    text = text_of(FOLDER / "options.md")
+    keywords, of_the_engine = text.partition("## Clipping bounds")[0], text.partition("## Options of the engine")[2]
+    of_the_engine = of_the_engine.partition("## Choosing the settings")[0]
+    for table, function in ((keywords, ExpMQuadEngine.make_private_expm), (of_the_engine, ExpMQuadEngine.__init__)):
         assert sorted(first_column(table)) == sorted(set(inspect.signature(function).parameters) - {"self"})
+    assert len(first_column(keywords.partition("## The keywords")[2])) <= 15
+
+
+def test_every_setting_of_a_subspace_has_its_row_and_no_other():
+    table = text_of(FOLDER / "options.md").partition("## Subspaces")[2].partition("## Per-sample gradients")[0]
+    for name in first_column(table):
+        owners = {recipe for recipe in (Sparse, Stiefel, Preconditioned) if name in settings(recipe)}
+        cell = re.search(rf"^\| `{name}` \| (.*?) \|", table, re.MULTILINE)[1]
+        assert owners == ({Sparse, Stiefel, Preconditioned} if cell == "all" else {Preconditioned})
+    assert set(first_column(table)) == settings(Sparse) | settings(Stiefel) | settings(Preconditioned)
 
 
 def test_every_module_has_its_row_and_no_other():
@@ -141,7 +158,9 @@ def test_the_readme_is_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", FOLDER / "swap.md"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", FOLDER / "swap.md", FOLDER / "paper.md"], ids=lambda path: path.stem
+)
 def test_blocks_run_from_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

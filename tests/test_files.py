@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, _files
+from opacus_expm import ExpMQuadEngine, Sparse, _files
 from opacus_expm.gathering.files import PassFile
 
 fcntl = pytest.importorskip("fcntl")
@@ -42,7 +42,7 @@ def gather(path):
             criterion=nn.MSELoss(),
             max_grad_norm=1.0,
             max_curvature=1.0,
-            projection_seed=0,
+            projection=Sparse(seed=0),
             private_checkpoint=path,
         )
 

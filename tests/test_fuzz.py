@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, cli, tasks
+from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel, cli
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.experiments.cells import Outcome
 from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.results import Comparison, Row
+from opacus_expm.experiments.task import train_once
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 
@@ -109,40 +110,38 @@ def cases(draw):
         "criterion": criterion,
         "max_grad_norm": draw(BOUNDS),
         "max_curvature": draw(st.one_of(st.just(0.0), BOUNDS)),
-        "grad_sample_mode": draw(st.sampled_from([None, "hooks", "functorch"])),
-        "curvature_samples": draw(st.sampled_from([None, None, 2])),
-        "projection": draw(st.sampled_from(["stiefel", "sparse"])),
-        "projection_seed": draw(st.integers(0, 2**31)),
+        "grad_sample_mode": GradSampling(
+            draw(st.sampled_from([None, "hooks", "functorch"])), draw(st.sampled_from([None, None, 2]))
+        ),
+        "projection": draw(st.sampled_from([Stiefel, Sparse]))(seed=draw(st.integers(0, 2**31))),
         "max_physical_batch_size": draw(st.sampled_from([None, 1, 5, 16])),
-        "adjacency": draw(st.sampled_from(["add_remove", "replace_one"])),
         "nominal_size": draw(st.sampled_from([None, 1, 50])),
     }
     budget = {
         "epsilon": draw(st.floats(1e-3, 1e3)),
         "radius": draw(st.floats(1e-4, 1e3)),
         "delta": delta,
-        "calibration": draw(st.sampled_from(["auto", "range", "paper"] + ["gaussian"] * (delta > 0))),
         "regularization": draw(st.sampled_from([None, None, 0.0, 1e-6, 1e3])),
     }
     dim = draw(st.sampled_from([None, 1, 2, 4]))
-    return model.to(dtype), data, draw(st.integers(1, 40)), dim, options, budget
+    adjacency = draw(st.sampled_from(["add_remove", "replace_one"]))
+    return model.to(dtype), data, draw(st.integers(1, 40)), dim, adjacency, options, budget
 
 
-REFUSED = "calibration='gaussian'|regularization|cross-entropy needs at least 2 outputs|radius=|proj_dim|cannot serve"
+REFUSED = "regularization|cross-entropy needs at least 2 outputs|radius=|proj_dim|cannot serve"
 
 
 @examples(40, 1000)
 @given(cases())
 def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
     """The release is in the ball and costs what was asked for; one record moves the sums by no more than its bounds."""
-    model, data, batch_size, dim, options, budget = case
-    engine, before = ExpMQuadEngine(), copy.deepcopy(model.state_dict())
-    gathering = {name: value for name, value in options.items() if name != "adjacency"}
+    model, data, batch_size, dim, adjacency, options, budget = case
+    engine, before = ExpMQuadEngine(adjacency=adjacency), copy.deepcopy(model.state_dict())
 
     def sums_of(dataset):
         loader = DataLoader(dataset, batch_size=batch_size)
         size = options["nominal_size"] or len(data)
-        return engine.gather(model, loader, dim, **gathering | {"nominal_size": size}).sums
+        return engine.gather(model, loader, dim, **options | {"nominal_size": size}).sums
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,7 +173,7 @@ def test_any_pass_is_refused_in_words_or_gives_a_private_model(case):
         return
     assert float((whole.gradient - less.gradient).norm()) <= bound_g * (1 + 1e-6 * len(data))
     # With probes of the curvature each pass has fresh signs.
-    if whole.curvature is not None and options["curvature_samples"] is None:
+    if whole.curvature is not None and options["grad_sample_mode"].probes is None:
         change = np.linalg.eigvalsh((whole.curvature - less.curvature).numpy())
         slack = 1e-6 * bound_h * len(data)
         assert -slack <= change[0]
@@ -459,7 +458,7 @@ def test_damaged_weights_in_the_cache_are_found_again(tmp_path_factory, changes,
         patched.setenv("OPACUS_EXPM_CACHE", str(directory))
         data, facts = TensorDataset(torch.zeros(2, FEATURES)), {"task": "fuzz"}
         model = make_model()
-        tasks._train_once(model, train, data, facts)
+        train_once(model, train, data, facts)
         (kept,) = (directory / "weights").iterdir()
         content = kept.read_bytes()
         for change in changes:
@@ -470,7 +469,7 @@ def test_damaged_weights_in_the_cache_are_found_again(tmp_path_factory, changes,
             kept.write_bytes(pickle.dumps(Payload(directory / "ran")) if malicious else content)
         expected = copy.deepcopy(model.state_dict())
         model = make_model()
-        tasks._train_once(model, train, data, facts)
+        train_once(model, train, data, facts)
     assert not (directory / "ran").exists()
     assert len(trained) == 2 or not malicious
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())

@@ -23,11 +23,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, compare, make_private_expm, suggest
+from opacus_expm import ExpMQuadEngine, Sparse, compare, paper, suggest
 from opacus_expm._private import PrivateValues
 from opacus_expm.experiments.results import Comparison
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.clipping import ClippedAdder
+from opacus_expm.mechanism.quantiles import quantile_scores
 from opacus_expm.mechanism.sampling import Exact, _Conditional, _Tilted
 from opacus_expm.suggestion import Candidate
 
@@ -104,7 +105,7 @@ class Secrets:
             self.add(COARSE, *[np.quantile(norms, quantile) for quantile in opacus_expm.bounds.QUANTILES.values()])
 
         def scores(_, counts, quantile, *__):
-            self.add(COARSE, opacus_expm.bounds.quantile_scores(counts, quantile))
+            self.add(COARSE, quantile_scores(counts, quantile))
 
         def density(_, self_, found, *__):
             self.add(COARSE, found.precision, found.linear, found.tilt(), found.log_normalizer())
@@ -114,8 +115,8 @@ class Secrets:
 
         after(opacus_expm.gathering.clipping, "_finite_only", norms)
         after(ClippedAdder, "result", sums)
-        after(opacus_expm.engine, "grid_counts", quantiles)
-        after(opacus_expm.engine, "private_quantile", scores)
+        after(opacus_expm.bounds, "grid_counts", quantiles)
+        after(opacus_expm.bounds, "private_quantile", scores)
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
         after(_Conditional, "accepted", acceptance)
@@ -225,7 +226,7 @@ class Wiretap(logging.Handler):
 
 def options_of(seed=3, **more):
     fixed = {"criterion": LOSS, "nominal_size": NOMINAL, "progress": True}
-    return fixed | {"projection_seed": seed} | more
+    return fixed | {"projection": Sparse(seed=seed)} | more
 
 
 def passes_and_draws(tap, directory):
@@ -238,14 +239,21 @@ def passes_and_draws(tap, directory):
         tap.returned(statistics.sums.sensitivity("add_remove"))
     tap.returned(statistics.density(1.0, 0.1, 0.0))
     tap.returned(engine.release(statistics, 0.5, 0.1))
-    tap.returned(engine.release(statistics, 0.5, 0.1, delta=1e-6, calibration="gaussian"))
+    tap.returned(engine.release(statistics, 0.5, 0.1, delta=1e-6, regularization=100.0))
+    tap.returned([engine.books(), engine.noise])
     with tap.refused(ValueError):
-        engine.release(statistics, 0.5, 0.1, noise_generator=np.random.default_rng(8))
+        ExpMQuadEngine(accountant=engine.accountant, noise_generator=np.random.default_rng(8)).release(
+            statistics, 0.5, 0.1
+        )
     with tap.refused(ValueError):
-        engine.release(statistics, 0.5, 0.1, sampler="rejection")
+        paper.release(engine.books(), statistics, 0.5, 0.1, sampler=paper.PlainRejection())
+    with tap.refused(ValueError):
+        paper.release(engine.books(), paper.read_off(statistics), 0.5, 0.1)
+    tap.returned(paper.release(engine.books(), statistics, 0.5, 0.1))
     engine.simulate(statistics, 0.5, 0.1, lambda module: 0.0, draws=3)
     tap.returned(engine.make_private_expm(model, loader, 1.0, 0.1, DIM, rounds=2, **options_of(**GIVEN)))
-    tap.returned(make_private_expm(model, loader, 1.0, 0.1, DIM, clipping="joint", **options_of(max_grad_norm=0.5)))
+    denoised = {"projection": Sparse(seed=3, denoise=True), "max_grad_norm": 0.5, "max_curvature": 0.0}
+    tap.returned(engine.make_private_expm(model, loader, 0.5, 0.1, DIM, **options_of(**denoised)))
     tap.returned(
         ExpMQuadEngine(secure_mode=True).make_private_expm(model, loader, 1.0, 0.1, DIM, **options_of(**GIVEN))
     )

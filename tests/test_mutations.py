@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
+import sys
 import tempfile
 import threading
 import warnings
@@ -25,7 +26,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, _files, audit, engine
+from opacus_expm import ExpMQuadEngine, _files, audit, bounds, paper, rounds
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, filters, ledger
 from opacus_expm.accounting.accountant import ExpMAccountant
@@ -34,14 +35,17 @@ from opacus_expm.accounting.events import NoGuarantee, NotGuaranteed, PlannedEve
 from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.audit.findings import synthetic_data
-from opacus_expm.bounds import GRID, grid_counts
-from opacus_expm.gathering import clipping, collating, files, hooks, loaders, statistics
+from opacus_expm.books import Books
+from opacus_expm.gathering import clipping, collating, files, hooks, loaders, passes
 from opacus_expm.gathering import records as named
-from opacus_expm.gathering.randomness import Generators
-from opacus_expm.gathering.views import with_views
+from opacus_expm.gathering.independence import State
+from opacus_expm.gathering.randomness import Generators, freshly
+from opacus_expm.gathering.views import with_own_views, with_views
 from opacus_expm.mechanism import curves, sampling, secure
 from opacus_expm.mechanism.density import BallGaussian
-from opacus_expm.swap import epoch
+from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
+from opacus_expm.mechanism.sensitivity import Sensitivity
+from opacus_expm.noise import Noise
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +57,7 @@ EXTREMAL_REPLACED = Pair(
     Record(1.0, math.pi, "line", 2.3615),
 )
 GAUSSIAN = Pair(
-    Setting(calibration="gaussian", delta=1e-5, regularization=10.0, proj_dim=1),
+    Setting(delta=1e-5, regularization=10.0, proj_dim=1),
     *(512, math.pi, 0, Record(1.0, 0.0, "line")),
 )
 # A record against the pull of a thousand others, in one dimension.
@@ -86,7 +90,7 @@ def _line(x, y):
     """A model with one parameter at zero, and a loader."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
-    x, y = (torch.tensor(v, dtype=torch.float64).reshape(-1, 1) for v in (x, y))
+    x, y = (torch.as_tensor(v, dtype=torch.float64).reshape(-1, 1) for v in (x, y))
     return model, DataLoader(TensorDataset(x, y), batch_size=32)
 
 
@@ -160,7 +164,7 @@ def law_of_the_draws():
         grid = np.concatenate([np.linspace(-1, 0.9, 2000), np.linspace(0.9, 1.0, 8000)])[:, None]
         mass = np.exp(density.log_density(grid))
         cdf = np.concatenate([[0.0], np.cumsum((mass[1:] + mass[:-1]) / 2 * np.diff(grid[:, 0]))])
-        draws = engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 20_000)[:, 0]
+        draws = sampling.Exact().sample(density, np.random.default_rng(0), 20_000)[:, 0]
         assert stats.kstest(draws, lambda x, g=grid[:, 0], c=cdf: np.interp(x, g, c)).pvalue > 1e-3
 
 
@@ -172,7 +176,7 @@ def law_of_draws_on_a_stiff_edge():
     soft = np.sqrt(1 - stiff**2) - distance
     mass = np.exp(b[0] * soft - 0.5 * w[1] * (stiff - b[1] / w[1]) ** 2) * (np.abs(soft) <= np.sqrt(1 - stiff**2))
     cdf = integrate.cumulative_trapezoid(mass.sum(0), distance, initial=0.0)
-    draws = engine.SAMPLERS["exact"].sample(BallGaussian(w, b, 1.0), np.random.default_rng(0), 20_000)
+    draws = sampling.Exact().sample(BallGaussian(w, b, 1.0), np.random.default_rng(0), 20_000)
     found = np.sqrt(1 - draws[:, 1] ** 2) - draws[:, 0]
     assert stats.kstest(found, lambda x: np.interp(x, distance, cdf / cdf[-1])).pvalue > 1e-3
 
@@ -191,7 +195,7 @@ def draws_end_soon():
 
             patch.setattr(kind, "accepted", counting)
         density = BallGaussian(np.array([0.0, 1e8]), np.array([6000.0, 2.8e7]), 1.0)
-        engine.SAMPLERS["exact"].sample(density, np.random.default_rng(0), 50)
+        sampling.Exact().sample(density, np.random.default_rng(0), 50)
 
 
 def secure_normals_leave_no_gaps():
@@ -235,13 +239,14 @@ def charged_before_the_draw():
     class Crash(Exception):
         pass
 
-    def sample(*_):
+    def draw(*_):
         raise Crash
 
     model, loader = _line([1.0], [0.0])
     private = ExpMQuadEngine()
-    with contextlib.suppress(Crash):
-        private.make_private_expm(model, loader, sampler=SimpleNamespace(sample=sample), **LINE)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+        patch.setattr(Noise, "draw", draw)
+        private.make_private_expm(model, loader, **LINE)
     assert [event.epsilon_range for event in private.accountant.releases] == [1.0], "a draw that crashed was free"
 
 
@@ -253,13 +258,15 @@ def uncovered_draws_are_said():
             return np.zeros((draws, density.dim))
 
     model, loader = _line([1.0], [0.0])
-    seeded, free = ExpMQuadEngine(), ExpMQuadEngine()
-    seeded.make_private_expm(model, loader, noise_generator=np.random.default_rng(0), **LINE)
+    seeded, free = ExpMQuadEngine(noise_generator=np.random.default_rng(0)), ExpMQuadEngine()
+    seeded.make_private_expm(model, loader, **LINE)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         seeded.get_epsilon(0.0)
     assert [w.category for w in said] == [NotGuaranteed], "seeded noise is stated like any other"
-    free.make_private_expm(model, loader, sampler=Anything(), **LINE)
+    bounds = {name: LINE[name] for name in ("criterion", "max_grad_norm", "max_curvature")}
+    gathered = free.gather(model, loader, None, **bounds)
+    paper.release(free.books(), gathered, 1.0, 1.0, regularization=0.0, sampler=Anything())
     refused = False
     try:
         free.get_epsilon(0.0)
@@ -287,10 +294,11 @@ def bought_bounds_are_in_the_ledger():
 
 def no_pure_epsilon_by_mu_with_bought_bounds():
     """c·W is a function of what was bought: with another bound it is another number."""
-    model, loader = _line([1.0] * 1000, [0.5] * 1000)
+    model, loader = _line([1.0] * 1000, np.linspace(0.05, 1.0, 1000))  # norms of which the quantile is one number
     private = ExpMQuadEngine()
     arguments = {**LINE, "max_grad_norm": None, "epsilon": 5.0, "delta": 1e-5, "regularization": 1.0}
-    private.make_private_expm(model, loader, calibration="gaussian", **arguments)
+    private.make_private_expm(model, loader, **arguments)
+    assert private.accountant.releases[-1].calibration == "gaussian"
     assert private.get_epsilon(1e-5) <= 5.0
     assert private.get_epsilon(0.0) == math.inf
 
@@ -410,7 +418,7 @@ def law_of_bought_bounds():
     chosen = []
     for records in (norms, np.append(norms, 1e6)):
         uniforms = [SimpleNamespace(random=lambda count, u=u: np.array([u])) for u in levels]
-        chosen.append([engine.private_quantile(grid_counts(records), 0.8, 1.0, "add_remove", u) for u in uniforms])
+        chosen.append([bounds.private_quantile(grid_counts(records), 0.8, 1.0, "add_remove", u) for u in uniforms])
     points = sorted({*chosen[0], *chosen[1]})
     counts = np.array([[np.sum(np.isclose(c, p)) for p in points] for c in map(np.array, chosen)])
     # a count of levels is off by one at each end of a point's interval
@@ -669,6 +677,15 @@ class Defect:
     check: Callable[[], None]
 
 
+def everywhere(patch, right, wrong):
+    """Put something else in the place of a function or a class, in every module of the package that uses it."""
+    names = [name for name in sys.modules if name.split(".")[0] == "opacus_expm"]
+    users = [sys.modules[name] for name in names if vars(sys.modules[name]).get(right.__name__) is right]
+    assert len(users) > 1, f"nothing uses {right.__name__}"
+    for module in users:
+        patch.setattr(module, right.__name__, wrong)
+
+
 def _at_the_outputs(patch):
     original = clipping.record_quadratics
 
@@ -677,7 +694,7 @@ def _at_the_outputs(patch):
         gradient, _ = clipping._at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
         return dataclasses.replace(found, gradient_norms=gradient.norm(dim=1))
 
-    patch.setattr(clipping, "record_quadratics", wrong)
+    everywhere(patch, original, wrong)
 
 
 def _unclipped(which):
@@ -708,11 +725,11 @@ def _width_of_the_last_batch(patch):
 
 
 def _one_records_worth(patch):
-    patch.setattr(clipping.Sensitivity, "_records", lambda self: 1)
+    patch.setattr(Sensitivity, "_records", lambda self: 1)
 
 
 def _no_curvature_in_lipschitz(patch):
-    patch.setattr(clipping.Sensitivity, "lipschitz", lambda self, radius: self.max_grad_norm)
+    patch.setattr(Sensitivity, "lipschitz", lambda self, radius: self.max_grad_norm)
 
 
 def _no_tilt_in_acceptance(patch):
@@ -744,7 +761,7 @@ def _uniforms_of_53_bits(patch):
 
 
 def _any_reach(patch):
-    patch.setattr(engine, "within_reach", lambda density, bound: density)
+    everywhere(patch, secure.within_reach, lambda density, bound: density)
 
 
 def _likelier_of_two(patch):
@@ -776,11 +793,11 @@ def _fill_is_counted(patch):
         fill = torch.arange(pad_to) % len(targets)
         return original(source, criterion, inputs[fill], targets[fill], pad_to=pad_to, **options)
 
-    patch.setattr(clipping, "record_quadratics", wrong)
+    everywhere(patch, original, wrong)
 
 
 def _size_follows_the_data(patch):
-    patch.setattr(engine, "nominal_size_of", lambda loader, nominal_size: loaders.dataset_size(loader))
+    patch.setattr(passes.Measurement, "size_of", lambda _, loader: loaders.dataset_size(loader))
 
 
 def _mean_for_sum(patch):
@@ -799,8 +816,8 @@ def _mean_for_sum(patch):
 
 
 def _training_mode(patch):
-    original = statistics.working_copy
-    patch.setattr(statistics, "working_copy", lambda module: original(module).train())
+    original = passes.working_copy
+    patch.setattr(passes, "working_copy", lambda module: original(module).train())
     patch.setattr(hooks, "_probe", lambda *_: None)  # which would refuse
     _nothing_put_back(patch)  # and so would the other checks
 
@@ -817,58 +834,48 @@ def _float32_sums_under_autocast(patch):
         def result(self):
             return self._total.double()
 
-    patch.setattr(statistics, "exact_arithmetic", contextlib.nullcontext)
+    patch.setattr(passes, "exact_arithmetic", contextlib.nullcontext)
     patch.setattr(clipping, "SymmetricSum", Float32Sum)
 
 
 def _global_seed(patch):
-    patch.setattr(engine, "noise_source", lambda generator: np.random.default_rng(torch.initial_seed()))
+    patch.setattr(Noise, "source", lambda _: np.random.default_rng(torch.initial_seed()))
 
 
 def _charge_after_the_draw(patch):
-    original = ExpMQuadEngine._draw
+    def late(self, event, admission, draw, like):
+        found = draw()
+        self.accountant.record(event, admission=admission)
+        return found
 
-    def late(self, *args, **kwargs):
-        charges = []
-        record, self.accountant.record = self.accountant.record, lambda charge, **_: charges.append(charge)
-        try:
-            module = original(self, *args, **kwargs)
-        finally:
-            self.accountant.record = record
-        for charge in charges:
-            record(charge)
-        return module
-
-    patch.setattr(ExpMQuadEngine, "_draw", late)
+    patch.setattr(Books, "drawn", late)
 
 
 def _noise_not_recorded(patch):
-    patch.setattr(ExpMQuadEngine, "_noise", lambda *_: "system")
+    patch.setattr(Noise, "origin", "system")
 
 
 def _sampler_not_recorded(patch):
-    patch.setattr(ExpMQuadEngine, "_sampler_name", lambda *_: "exact")
+    original = paper.release_event
+    patch.setattr(paper, "release_event", lambda *facts, sampler: original(*facts))
 
 
 def _half_a_charge(patch):
-    original = engine.Release
-    patch.setattr(engine, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
+    original = rounds.Release
+    patch.setattr(rounds, "Release", lambda **facts: original(**{**facts, "epsilon_range": facts["epsilon_range"] / 2}))
 
 
 def _range_from_bought_bounds(patch):
-    original = engine.ExpMQuadEngine._calibrate
+    original = rounds.Budget.calibrate
     found = []
 
     def calibrate(*args, **kwargs):
         found.append(original(*args, **kwargs))
         return found[-1]
 
-    def cost(allowance, method, adjacency):
-        return found[-1].epsilon_range, found[-1].mu
-
-    patch.setattr(ExpMQuadEngine, "_calibrate", calibrate)
-    patch.setattr(ExpMQuadEngine, "_plans", lambda *_: [])
-    patch.setattr(engine, "cost_whatever_the_bounds", cost)
+    patch.setattr(rounds.Budget, "calibrate", calibrate)
+    patch.setattr(rounds.Plan, "charges", lambda *_: [])
+    patch.setattr(rounds, "cost_whatever_the_bounds", lambda *_: (found[-1].epsilon_range, found[-1].mu))
 
 
 def _free_purchases(patch):
@@ -934,12 +941,12 @@ def _plain_quantile(patch):
     def plain(counts, quantile, *_):
         return float(GRID[np.searchsorted(counts[:-1], quantile * counts[-1])])
 
-    patch.setattr(engine, "private_quantile", plain)
+    everywhere(patch, private_quantile, plain)
 
 
 def _full_budget_every_round(patch):
-    original = engine.allowances
-    patch.setattr(engine, "allowances", lambda epsilon, delta, **options: original(epsilon, delta))
+    original = rounds.allowances
+    patch.setattr(rounds, "allowances", lambda epsilon, delta, **options: original(epsilon, delta))
 
 
 def _error_for_a_record(patch):
@@ -962,14 +969,14 @@ def _seeded_workers(patch):
 
 
 def _seeded_loop(patch):
-    patch.setattr(epoch, "freshly", iter)
+    everywhere(patch, freshly, iter)
 
 
 def _shared_draws(patch):
     def together(views, generators, inputs, targets):
         return with_views(views, inputs, targets)
 
-    patch.setattr(statistics, "with_own_views", together)
+    everywhere(patch, with_own_views, together)
 
 
 def _any_loader(patch):
@@ -985,7 +992,7 @@ def _no_look_at_branches(patch):
 
 
 def _nothing_put_back(patch):
-    patch.setattr(statistics, "State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
+    everywhere(patch, State, lambda *_: SimpleNamespace(changed=[], restore=lambda: None))
     patch.setattr(hooks, "check_mixing", lambda *_, **__: None)
 
 

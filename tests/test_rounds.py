@@ -13,14 +13,26 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMAccountant, ExpMQuadEngine, Purchase, Release
+from opacus_expm import (
+    BudgetExceeded,
+    ExpMAccountant,
+    ExpMQuadEngine,
+    Preconditioned,
+    Purchase,
+    Release,
+    Sparse,
+    Stiefel,
+)
 from opacus_expm.accounting import composition
+from opacus_expm.bounds import Bounds
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.calibration import allowances
+from opacus_expm.rounds import Budget, Plan, Rounds
 
 FEATURES, RECORDS, DIM = 3, 40, 4
 GIVEN = {"max_grad_norm": 1.0, "max_curvature": 0.5}
-OPTIONS = {"criterion": nn.MSELoss(), "projection_seed": 7}
+OPTIONS = {"criterion": nn.MSELoss(), "projection": Sparse(seed=7)}
 
 
 def make_model():
@@ -59,27 +71,20 @@ def closed_total(events, delta):
 
 def by_hand(epsilon, radii, *, fresh_subspace=True, go_on=True, delta=0.0, **options):
     """Gather, release, gather at the release, release, …: the results of all rounds."""
-    engine, random, module, found = ExpMQuadEngine(), np.random.default_rng(5), make_model(), []
+    engine, module, found = ExpMQuadEngine(noise_generator=np.random.default_rng(5)), make_model(), []
+    recipe = options.get("projection", Sparse())
     for number, radius in enumerate(radii):
-        gathering = {
-            key: options[key] for key in ("clipping", "projection", "max_grad_norm", "max_curvature") if key in options
-        }
+        gathering = {key: options[key] for key in ("max_grad_norm", "max_curvature") if key in options}
         statistics = engine.gather(
             module,
             make_loader(),
             DIM,
             criterion=nn.MSELoss(),
-            projection_seed=7 + number if fresh_subspace else 7,
-            radius=radius,
+            projection=recipe.seeded(7 + number if fresh_subspace else 7),
             **gathering,
         )
         released = engine.release(
-            statistics,
-            epsilon,
-            radius,
-            delta=delta,
-            regularization=options.get("regularization"),
-            noise_generator=random,
+            statistics, epsilon, radius, delta=delta, regularization=options.get("regularization")
         )
         found.append(released)
         module = released if go_on else module
@@ -87,7 +92,7 @@ def by_hand(epsilon, radii, *, fresh_subspace=True, go_on=True, delta=0.0, **opt
 
 
 def in_one_call(epsilon, radii, **options):
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(noise_generator=np.random.default_rng(5))
     found = engine.make_private_expm(
         make_model(),
         make_loader(),
@@ -95,7 +100,6 @@ def in_one_call(epsilon, radii, **options):
         radii,
         DIM,
         rounds=len(radii) if isinstance(radii, list) else 3,
-        noise_generator=np.random.default_rng(5),
         **OPTIONS | options,
     )
     return found, engine
@@ -108,10 +112,10 @@ def in_one_call(epsilon, radii, **options):
         GIVEN,
         {"max_grad_norm": 1.0, "max_curvature": 0.0},
         GIVEN | {"regularization": 0.0},
-        GIVEN | {"projection": "sparse"},
-        {"max_grad_norm": 1.0, "clipping": "joint"},
+        GIVEN | {"projection": Stiefel(seed=7)},
+        {"max_grad_norm": 1.0, "max_curvature": 0.0, "projection": Sparse(seed=7, denoise=True)},
     ],
-    ids=["default", "gradient", "no ridge", "sparse", "joint"],
+    ids=["default", "gradient", "no ridge", "stiefel", "denoised"],
 )
 def test_rounds_are_what_gather_and_release_make_one_after_the_other(epsilon, options):
     """Bit by bit: each from the last release, on a fresh subspace, with its own radius and a third of ε."""
@@ -226,29 +230,23 @@ def test_a_gaussian_split_adds_up_to_its_budget_and_no_more(epsilon, delta, roun
     assert curves.gaussian_epsilon(total * (1 + 1e-6), delta) > epsilon
 
 
-CALIBRATIONS = st.sampled_from(["auto", "range", "gaussian", "paper"])
-
-
 @settings(max_examples=60)
 @given(
     st.floats(1e-2, 20.0),
     st.sampled_from([0.0, 1e-8, 1e-5, 1e-2]),
     st.integers(1, 5),
-    st.sampled_from([GIVEN, {"max_grad_norm": 1.0}, {}, {"clipping": "joint"}, {"max_curvature": 0.0}]),
+    st.sampled_from([GIVEN, {"max_grad_norm": 1.0}, {}, {"max_curvature": 0.0}]),
     st.sampled_from(["add_remove", "replace_one"]),
     st.sampled_from([0.0, 1e-3, 10.0, None]),
-    CALIBRATIONS,
     st.floats(-2, 1),
     st.floats(-2, 1),
 )
 def test_the_total_of_all_rounds_is_what_was_asked_for(
-    epsilon, delta, rounds, known, adjacency, regularization, calibration, first, last
+    epsilon, delta, rounds, known, adjacency, regularization, first, last
 ):
     """Purchases included, by range or by μ, and with a budget of just that declared."""
-    if calibration == "gaussian" and (delta == 0 or regularization == 0):
-        calibration = "auto"
     radii = list(np.logspace(first, last, rounds))
-    engine = ExpMQuadEngine(budget=(epsilon, delta))
+    engine = ExpMQuadEngine(budget=(epsilon, delta), adjacency=adjacency)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore", UserWarning)  # so few records make purchases unreliable
         patch.setattr(composition, "_prv_epsilon", lambda *_: math.inf)  # a plan must fit without it
@@ -260,21 +258,19 @@ def test_the_total_of_all_rounds_is_what_was_asked_for(
             DIM,
             delta=delta,
             rounds=rounds,
-            adjacency=adjacency,
             regularization=regularization,
-            calibration=calibration,
             **OPTIONS | known,
         )
     events = engine.accountant.releases
     bought = [event for event in events if isinstance(event, Purchase)]
-    missing = {(): 2, ("max_grad_norm",): 1, ("clipping",): 1, ("max_curvature",): 1}
+    missing = {(): 2, ("max_grad_norm",): 1, ("max_curvature",): 1}
     assert len(bought) == missing.get(tuple(known), 0)
     assert len(events) == len(bought) + rounds
     assert {draw.bounds for draw in events[len(bought) :]} == {"bought" if bought else "given"}
     total = closed_total(events, delta)
     assert total <= epsilon * (1 + 1e-12)
     pure = math.fsum(event.epsilon_range for event in events)
-    if delta == 0 and calibration != "paper":
+    if delta == 0:
         assert pure == pytest.approx(epsilon, rel=1e-12)
     methods = {draw.calibration for draw in draws(engine)}
     if rounds > 1 and methods == {"gaussian"}:
@@ -325,58 +321,14 @@ def test_all_rounds_are_refused_together():
     assert len(engine.accountant) == 0
 
 
-def test_what_purchases_leave_no_room_for_is_refused_before_they_are_made():
+def test_purchases_that_leave_no_room_by_mu_leave_the_draws_to_the_range():
     """At a tiny δ two purchases are worth more than μ(ε, δ), so that no draw by μ is left."""
-    engine = ExpMQuadEngine()
-    with pytest.raises(
-        ValueError, match=r"calibration='gaussian' leaves nothing for the draws .* or calibration='auto'"
-    ):
-        engine.make_private_expm(
-            make_model(), untouchable(), 1.0, 0.3, DIM, rounds=2, delta=1e-300, calibration="gaussian", **OPTIONS
-        )
-    assert len(engine.accountant) == 0
-
-
-def test_joint_clipping_follows_the_radius():
-    engine = ExpMQuadEngine()
-    engine.make_private_expm(
-        make_model(), make_loader(), 1.0, [0.5, 0.1], DIM, rounds=2, clipping="joint", max_grad_norm=2.0, **OPTIONS
-    )
-    found = engine.accountant.releases
-    assert [r.max_curvature for r in found] == [4 * 2.0 / 0.5, 4 * 2.0 / 0.1]
-    assert {r.max_grad_norm for r in found} == {2.0}
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_joint_clipping_buys_one_bound(rounds):
-    engine = ExpMQuadEngine()
-    with pytest.warns(UserWarning, match="may come out far from its quantile"):
-        engine.make_private_expm(make_model(), make_loader(), 1.0, 0.5, DIM, rounds=rounds, clipping="joint", **OPTIONS)
-    bought, *rest = engine.accountant.releases
-    assert isinstance(bought, Purchase)
-    assert bought.bound == "max_grad_norm"
-    assert len(rest) == rounds
-    assert {r.bounds for r in rest} == {"bought"}
-    assert {r.max_curvature for r in rest} == {4 * rest[0].max_grad_norm / 0.5}
-    assert engine.get_epsilon() == pytest.approx(1.0, rel=1e-15)
-
-
-def test_joint_statistics_serve_one_radius():
-    engine = ExpMQuadEngine()
-    with pytest.raises(ValueError, match="radius must be given with clipping='joint'"):
-        engine.gather(make_model(), untouchable(), DIM, clipping="joint", max_grad_norm=1.0, **OPTIONS)
-    statistics = engine.gather(
-        make_model(), make_loader(), DIM, clipping="joint", radius=0.5, max_grad_norm=1.0, **OPTIONS
-    )
-    for use in (engine.release, lambda *a: engine.simulate(*a, lambda module: 0.0)):
-        with pytest.raises(ValueError, match=r"radius=0\.4 is not the 0\.5 for which .* clipped jointly; gather again"):
-            use(statistics, 1.0, 0.4)
-    assert len(engine.accountant) == 0
-    engine.release(statistics, 1.0, 0.5)
-    with pytest.raises(ValueError, match=r"max_curvature=1\.0 has no meaning with clipping='joint'"):
-        engine.gather(
-            make_model(), untouchable(), DIM, clipping="joint", radius=0.5, max_grad_norm=1.0, max_curvature=1.0
-        )
+    engine = ExpMQuadEngine(budget=(1.0, 1e-300))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        engine.make_private_expm(make_model(), make_loader(), 1.0, 0.3, DIM, rounds=2, delta=1e-300, **OPTIONS)
+    assert [draw.calibration for draw in draws(engine)] == ["range", "range"]
+    assert closed_total(engine.accountant.releases, 1e-300) <= 1.0
 
 
 # --- Passes over the data --------------------------------------------------------------------------------------------
@@ -452,17 +404,12 @@ def test_an_interrupted_round_leaves_those_before_charged(known, where):
     st.integers(1, 5),
     st.sampled_from(["add_remove", "replace_one"]),
     st.sampled_from([0.0, 1.0, None]),
-    st.sampled_from(["auto", "range", "gaussian", "paper"]),
 )
-def test_one_theorem_covers_all_that_may_follow_what_was_bought(
-    epsilon, delta, rounds, adjacency, regularization, calibration
-):
+def test_one_theorem_covers_all_that_may_follow_what_was_bought(epsilon, delta, rounds, adjacency, regularization):
     """Which list of a plan is charged depends on the bought bounds, so it must not matter: see ``accountant.admit``.
 
     Position by position, the worst of all lists: basic composition with one draw, or Gaussian composition.
     """
-    if calibration == "gaussian" and (delta == 0 or regularization == 0):
-        calibration = "auto"
     admitted = []
 
     class Seen(Exception):
@@ -474,20 +421,15 @@ def test_one_theorem_covers_all_that_may_follow_what_was_bought(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpMAccountant, "admit", admit)
-        with pytest.raises((Seen, ValueError)) as stopped:
-            ExpMQuadEngine().make_private_expm(
+        with pytest.raises(Seen):
+            ExpMQuadEngine(adjacency=adjacency).make_private_expm(
                 *(make_model(), untouchable(), epsilon, 0.3, DIM),
                 delta=delta,
                 rounds=rounds,
-                adjacency=adjacency,
                 regularization=regularization,
-                calibration=calibration,
                 nominal_size=20_000,
                 **OPTIONS,
             )
-    if stopped.type is ValueError:  # purchases may cost all that there is of μ
-        assert "leaves nothing for the draws" in str(stopped.value)
-        return
     assert len({tuple(plan[:2]) for plan in admitted}) == 1  # the same two purchases
     bought, draws = admitted[0][:2], [set(column) for column in zip(*(plan[2:] for plan in admitted), strict=True)]
     assert len(draws) == rounds
@@ -531,19 +473,9 @@ def test_a_draw_that_fails_is_charged_and_ends_the_run():
                 raise KeyboardInterrupt
             return super().standard_normal(*arguments, **options)
 
-    engine = ExpMQuadEngine()
+    engine = ExpMQuadEngine(noise_generator=Broken(np.random.PCG64(0)))
     with pytest.raises(KeyboardInterrupt):
-        engine.make_private_expm(
-            make_model(),
-            make_loader(),
-            0.9,
-            0.3,
-            DIM,
-            rounds=3,
-            noise_generator=Broken(np.random.PCG64(0)),
-            **OPTIONS,
-            **GIVEN,
-        )
+        engine.make_private_expm(make_model(), make_loader(), 0.9, 0.3, DIM, rounds=3, **OPTIONS, **GIVEN)
     assert Broken.calls > 1
     assert engine.get_epsilon() == pytest.approx(0.6, rel=1e-15)
 
@@ -579,3 +511,93 @@ def test_secure_rounds_carry_their_failures():
     assert all(r.failure_probability > 0 for r in found)
     assert engine.get_epsilon(0.0) == math.inf
     assert engine.get_epsilon(1e-5) <= 1.0
+
+
+# --- What was asked --------------------------------------------------------------------------------------------------
+
+
+def make_plan(rounds=3, **changes):
+    """A plan as ``make_private_expm`` makes it."""
+    asked = {
+        "budget": Budget.of(1.0, 1e-5, 0.3, None, rounds),
+        "bounds": Bounds(),
+        "measurement": Measurement(Sparse(seed=7), DIM, criterion=nn.MSELoss(), nominal_size=20_000),
+    }
+    return Plan(**asked | changes)
+
+
+def test_a_budget_is_one_radius_or_one_for_each_round():
+    assert Budget.of(1.0, 0.0, 0.3, None, 3).radii == (0.3, 0.3, 0.3)
+    assert Budget.of(1.0, 0.0, [0.3, 0.1], None, 2).radii == (0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ((0.0, 0.0, (0.1,)), "epsilon"),
+        ((1.0, 1.0, (0.1,)), "delta"),
+        ((1.0, 0.0, (0.1, -0.1)), "radius"),
+        ((1.0, 0.0, (0.1,), -1.0), "regularization"),
+    ],
+)
+def test_a_budget_is_checked_when_it_is_made(values, word):
+    with pytest.raises(ValueError, match=f"{word} must be"):
+        Budget(*values)
+
+
+def test_a_plan_lists_every_way_in_which_it_may_be_charged():
+    """Two purchases, then three draws: by range, and by μ where there is a ridge and a δ."""
+    plan, books = make_plan(), ExpMQuadEngine().books()
+    prices = plan.prices(make_loader())
+    found = plan.charges(prices, books)
+    assert {len(way) for way in found} == {2 + 3}
+    assert {tuple(event.epsilon_range for event in way[:2]) for way in found} == {tuple(prices.values())}
+    assert any(math.isfinite(way[-1].mu) for way in found)
+    assert any(math.isfinite(way[-1].epsilon_range) for way in found)
+    flat_plan = make_plan(budget=Budget.of(1.0, 1e-5, 0.3, 0.0, 3))
+    assert not any(math.isfinite(way[-1].mu) for way in flat_plan.charges(prices, books))
+    pure = make_plan(budget=Budget.of(1.0, 0.0, 0.3, None, 3))
+    assert not any(math.isfinite(way[-1].mu) for way in pure.charges(prices, books))
+
+
+def test_a_plan_buys_nothing_where_bounds_are_known_or_public():
+    assert make_plan(bounds=Bounds(1.0, 1.0)).prices(make_loader()) == {}
+    assert make_plan(public_loader=make_loader(1)).prices(make_loader()) == {}
+    assert list(make_plan().prices(make_loader())) == ["max_grad_norm", "max_curvature"]
+
+
+def test_secure_plans_count_their_failures():
+    plan, books = make_plan(), ExpMQuadEngine(secure_mode=True).books()
+    for way in plan.charges(plan.prices(make_loader()), books):
+        assert [event.failure_probability > 0 for event in way] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bounds", "words"),
+    [
+        (Preconditioned(), Bounds(1.0, 0.0), "public_loader must be given with projection='preconditioned'"),
+        (Sparse(denoise=True), Bounds(1.0, 1.0), "denoise=True needs a draw whose noise is public"),
+        (Stiefel(denoise=True), Bounds(1.0, None), "denoise=True needs a draw whose noise is public"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_not_made(recipe, bounds, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(bounds=bounds, measurement=Measurement(recipe, DIM))
+
+
+def test_a_given_up_plan_reserves_nothing():
+    """Rounds are admitted when they are made, and nothing else takes their place until they are given up."""
+    engine = ExpMQuadEngine(budget=(0.9, 0.0))
+    plan = make_plan(budget=Budget.of(0.9, 0.0, 0.3, None, 3), bounds=Bounds(1.0, 0.5))
+    rounds = Rounds(plan, make_loader(), engine.books())
+    assert rounds.count == 3
+    statistics = rounds.begin(make_model(), 0).over(make_loader())
+    assert len(engine.accountant) == 0
+    rounds.draw(statistics, 0)
+    assert engine.get_epsilon() == pytest.approx(0.3, rel=1e-15)
+    assert engine.remaining() == 0.0
+    rounds.end()
+    assert engine.accountant._running() is None
+    assert engine.remaining() == pytest.approx(0.6, rel=1e-5)
+    with pytest.raises(BudgetExceeded):
+        Rounds(plan, make_loader(), engine.books())

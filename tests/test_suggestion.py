@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Candidate, ExpMQuadEngine, suggest
+from opacus_expm import Candidate, ExpMQuadEngine, Preconditioned, suggest
 from opacus_expm.mechanism import curves
 from opacus_expm.suggestion import default_candidates
 
@@ -65,7 +65,7 @@ def test_the_best_three_are_rehearsed_again_among_themselves(monkeypatch):
     original = ExpMQuadEngine.make_private_expm
 
     def spy(self, model, loader, epsilon, radius, *arguments, **options):
-        asked.append((radius, options["projection_seed"]))
+        asked.append((radius, options["projection"].seed))
         return original(self, model, loader, epsilon, radius, *arguments, **options)
 
     monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
@@ -148,20 +148,25 @@ def test_the_metric_is_measured_on_the_candidates_public_records():
         [inputs, torch.ones(len(inputs), 1)], 1
     )  # of weight and bias; the loss has the second derivative 2
     largest = 2 * torch.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
-    assert found.metric["damping"] == pytest.approx(0.25 * float(largest), rel=1e-4)
+    assert found.projection.damping == pytest.approx(0.25 * float(largest), rel=1e-4)
     model, _ = _task()
     measured = ExpMQuadEngine().public_metric(
         model,
         found.public_loader,
         damping_share=0.25,
         quantile=0.5,
-        public_temperature=math.inf,
+        projection=Preconditioned(temperature=math.inf, denoise=True),
         criterion=nn.MSELoss(),
     )
     assert found.max_grad_norm == pytest.approx(measured["max_grad_norm"])
     arguments = found.arguments()
-    assert {key: arguments[key] for key in measured} == pytest.approx(measured)
-    assert arguments["denoise"]
+    assert set(measured) == {"projection", "max_grad_norm", "max_curvature"} <= set(arguments)
+    assert (arguments["max_grad_norm"], arguments["max_curvature"]) == (pytest.approx(measured["max_grad_norm"]), 0.0)
+    for recipe in (arguments["projection"], measured["projection"]):
+        assert (recipe.temperature, recipe.denoise, recipe.needs_public_data) == (math.inf, True, False)
+    torch.testing.assert_close(
+        arguments["projection"].curvature.eigenvalues, measured["projection"].curvature.eigenvalues
+    )
     assert "damping 0.25 of the largest eigenvalue at temperature inf, bound at 0.5 of the norms, denoised" in str(
         found
     )
@@ -206,6 +211,23 @@ def test_default_candidates_fit_the_model():
         assert len(set(tried)) == len(tried) >= 3
     assert {c.rounds for c in default_candidates(10_000, 0.0)} == {1}
     assert {c.projection for c in default_candidates(10_000, 1e-5)} == {"preconditioned"}
+    for delta in (0.0, 1e-5):  # every one of them can be made
+        assert {c.recipe().kind for c in default_candidates(10_000, delta)} <= {"sparse", "preconditioned"}
+
+
+def test_default_candidates_run_for_a_pure_budget():
+    """By public curvature, and in a random subspace."""
+    found = _suggest(candidates=None, repeats=1)
+    assert {c.projection for c, _ in found.tried} == {"sparse", "preconditioned"}
+    model, loader = _task()
+    engine = ExpMQuadEngine()
+    engine.make_private_expm(model, loader, 1.0, **found.arguments(), criterion=nn.MSELoss())
+    assert engine.get_epsilon() == 1.0
+
+
+def test_an_unknown_projection_is_refused():
+    with pytest.raises(ValueError, match="projection must be one of 'sparse', 'stiefel'"):
+        _suggest(candidates=[Candidate("public", 3, 1, 0.5)])
 
 
 @pytest.mark.parametrize(

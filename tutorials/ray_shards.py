@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, Statistics
+from opacus_expm import ExpMQuadEngine, Sparse, Statistics
 
 SEED, PER_SHARD = 7, 401
 
@@ -47,7 +47,7 @@ def gather(number: int, path: str) -> None:
         criterion=nn.MSELoss(),
         max_grad_norm=2.0,
         max_curvature=4.0,
-        projection_seed=SEED,
+        projection=Sparse(seed=SEED),
     )
     Path(path).unlink(missing_ok=True)  # of a task that failed and is run again
     with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from opacus_expm.experiments.methods import DRAW_SETTINGS, METHODS, Settings, ar
 from opacus_expm.experiments.results import check_measured, numbers
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.loaders import rows_loader
-from opacus_expm.gathering.passes import Measurement
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.rounds import taught
@@ -47,7 +47,7 @@ class Outcome:
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Outcome:
-        """As the journal has it."""
+        """The outcome that a journal's entry describes."""
         return cls(**{**facts, "values": numbers(facts["values"])})
 
 
@@ -63,7 +63,7 @@ class Cell:
     draws: int = 1
 
     def key(self) -> str:
-        """The cell in one line."""
+        """One line that names the cell in the journal."""
         return canonical(dataclasses.asdict(self))
 
     def shared(self) -> str:
@@ -73,7 +73,7 @@ class Cell:
         return canonical([self.seed, gathering(self.settings)])
 
     def order(self) -> tuple[int, str]:
-        """Sorts cells so that those of one pass are neighbours."""
+        """A key for sorting, by which cells that share a pass come one after the other."""
         return (METHODS.index("expm") if self.method.startswith("expm") else METHODS.index(self.method), self.shared())
 
 
@@ -109,13 +109,13 @@ class Bench:
         self._pass: tuple[str, Statistics, Cost] | None = None
 
     def run(self, cell: Cell) -> Outcome:
-        """The metric on the task's test data."""
+        """Run a cell, and measure the result on the task's test data."""
         if cell.method == "zero-shot":
             return Outcome((self.task.score(self.task.model),), 0.0, None)
         return self._expm(cell) if cell.method.startswith("expm") else self._trained(cell)
 
     def _trained(self, cell: Cell) -> Outcome:
-        """The methods that are not ours."""
+        """Run one of the methods that are not ours."""
         task, settings = self.task, dict(cell.settings)
         train: Callable[..., nn.Module] = non_private
         if cell.method == "dp-sgd":
@@ -134,7 +134,7 @@ class Bench:
         return Outcome((task.score(model),), cost.seconds, cost.memory)
 
     def _expm(self, cell: Cell) -> Outcome:
-        """One release, or many simulated ones."""
+        """Run our method: one release, or many simulated ones."""
         task = self.task
         engine = ExpMQuadEngine(  # its ledger is not looked at: see the top of the module
             distributed=False, noise_generator=np.random.default_rng([cell.seed, zlib.crc32(cell.key().encode())])

@@ -189,7 +189,7 @@ def _row(method: str, epsilon: float | None, delta: float, outcomes: Sequence[Ou
 
 
 def task_digest(task: Task, *facts: object) -> str:
-    """Of the version, a task's data and model, and whatever else the cells depend on."""
+    """A digest of the version, of a task's data and model, and of whatever else the cells depend on."""
     digest = hashlib.sha256()
     named = [version("opacus-expm"), task.name, task.metric, *facts]
     digest.update(canonical([*named, repr(task.model), repr(task.criterion)]).encode())
@@ -236,14 +236,14 @@ def _best(
 
 
 def _merit(score: float, metric: str) -> float:
-    """Larger is better; what diverged is worst."""
+    """A score for which larger is better; a run that diverged has the lowest."""
     if not math.isfinite(score):
         return -math.inf
     return score if metric == "accuracy" else -score
 
 
 def _checked_epsilons(epsilons: object) -> tuple[float, ...]:
-    """Budgets, ascending, each once."""
+    """The budgets in ascending order, without repetition, or an error."""
     if isinstance(epsilons, int | float):
         epsilons = (epsilons,)
     if isinstance(epsilons, str) or not isinstance(epsilons, Sequence | np.ndarray) or not len(epsilons):
@@ -252,7 +252,7 @@ def _checked_epsilons(epsilons: object) -> tuple[float, ...]:
 
 
 def _checked_methods(methods: object, delta: float) -> tuple[str, ...]:
-    """Methods in their order."""
+    """The methods in the order of the tables, or an error."""
     if methods is None:
         return tuple(m for m in METHODS if delta > 0 or m not in ("dp-sgd", "expm-delta"))
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
@@ -265,7 +265,7 @@ def _checked_methods(methods: object, delta: float) -> tuple[str, ...]:
 
 
 def _checked_seeds(seeds: object) -> tuple[int, ...]:
-    """The seeds, or as many from 0."""
+    """The seeds that were given, or the first so many numbers from 0."""
     if isinstance(seeds, Sequence) and not isinstance(seeds, str):
         found = tuple(_check.seed("seeds", s) for s in seeds)
         if not found or len(set(found)) < len(found):

@@ -21,14 +21,14 @@ class Cost:
     memory: float | None = None
 
     def __add__(self, other: Cost) -> Cost:
-        """One after the other: times add up, peaks do not."""
+        """The cost of two runs one after the other: their times add up, their peaks do not."""
         peaks = [m for m in (self.memory, other.memory) if m is not None]
         return Cost(self.seconds + other.seconds, max(peaks, default=None))
 
 
 @contextmanager
 def metered(device: torch.device) -> Iterator[Cost]:
-    """Time and peak memory of what runs inside."""
+    """Measure the time and the peak memory of the code inside."""
     cost = Cost()
     before = _reset_peak(device)
     start = time.perf_counter()
@@ -39,7 +39,7 @@ def metered(device: torch.device) -> Iterator[Cost]:
 
 
 def _reset_peak(device: torch.device) -> float | None:
-    """Start a new measurement; MiB held now, None where it cannot be measured."""
+    """Start a new measurement. Returns the MiB held now, or None where this cannot be measured."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
@@ -52,7 +52,7 @@ def _reset_peak(device: torch.device) -> float | None:
 
 
 def _peak(device: torch.device) -> float | None:
-    """MiB held at the most since the measurement began."""
+    """The largest memory in MiB since the measurement began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:

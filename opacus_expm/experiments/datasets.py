@@ -1,7 +1,8 @@
 """The data sets behind the experiments: which files they are, and how these are read.
 
-A data directory holds ``mnist/``, ``physionet2012/``, ``eicu_demo/`` and ``sms_spam/``, each with the files of its
-publisher, gzip or not. Where it is looked for is said in :mod:`opacus_expm.experiments.downloads`.
+A data directory holds ``mnist/``, ``physionet2012/``, ``eicu_demo/``, ``sms_spam/`` and ``cifar10/``, each with the files
+of its publisher, gzip or not; :func:`cifar10` reads a smaller form, too. Where the directory is looked for is said in
+:mod:`opacus_expm.experiments.downloads`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import math
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from opacus_expm.experiments.downloads import AnyPath, File, cache_dir, find, read, remember
+from opacus_expm.experiments import optional
+from opacus_expm.experiments.downloads import AnyPath, File, cache_dir, find, present, read, remember
 
 _READER = 1  # version of the clinical readers: a change makes tables in the cache obsolete
 
@@ -94,6 +98,14 @@ SMS_SPAM = File(
     member="SMSSpamCollection",
 )
 
+# Of the archive, compressed; several public loaders check the same digest.
+CIFAR10 = File(
+    "cifar10/cifar-10-binary.tar",
+    ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    packed=True,
+)
+
 
 # --- MNIST -----------------------------------------------------------------------------------------------------------
 
@@ -128,6 +140,102 @@ def mnist(data_dir: AnyPath | None = None) -> tuple[npt.NDArray[np.uint8], ...]:
     return arrays
 
 
+# --- CIFAR-10 --------------------------------------------------------------------------------------------------------
+
+_CIFAR10_PARTS = {
+    "train": tuple(f"cifar-10-batches-bin/data_batch_{number}.bin" for number in range(1, 6)),
+    "test": ("cifar-10-batches-bin/test_batch.bin",),
+}
+
+
+def cifar10(part: str, data_dir: AnyPath | None = None, *, first: int | None = None) -> Pictures:
+    """The training or the test images of CIFAR-10 (Krizhevsky 2009), in the order of the file.
+
+    What is downloaded is the publisher's archive, ``cifar10/cifar-10-binary.tar.gz``. Where ``cifar10/train.npz`` and
+    ``cifar10/test.npz`` are there, they are read instead: the same images as JPEG, in a third of the space, with slightly
+    other pixels and in another order. These two files cannot be downloaded. To make one, store with ``numpy.savez`` the
+    arrays ``jpeg`` (the bytes of all JPEG files in a row, uint8), ``offsets`` (image i is
+    ``jpeg[offsets[i]:offsets[i + 1]]``) and ``labels`` (0 to 9).
+
+    Args:
+        part: ``"train"`` or ``"test"``, 50,000 and 10,000 images.
+        data_dir: directory with ``cifar10/``, looked into first.
+        first: read no more than this many images, from the beginning.
+
+    Raises:
+        FileNotFoundError: the images are neither there nor can they be downloaded.
+        ImportError: they are JPEG, and Pillow is not installed.
+        ValueError: a file holds something else.
+    """
+    path = present(f"cifar10/{part}.npz", data_dir)
+    found = _jpegs(path, first) if path else _batches(find(CIFAR10, data_dir), _CIFAR10_PARTS[part])
+    return Pictures(found.images[:first], found.labels[:first])
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Small colour pictures of ten kinds.
+
+    Attributes:
+        images: red, green and blue from 0 to 255, of shape (pictures, 32, 32, 3).
+        labels: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck as 0 to 9, of shape (pictures,).
+    """
+
+    images: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.uint8]
+
+
+def _batches(archive: Path, members: Iterable[str]) -> Pictures:
+    """Pictures from CIFAR-10's binary archive: a label and the three colours, plane by plane, for each of them."""
+    content = b""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
+            for member in members:
+                file = files.extractfile(member)
+                content += file.read() if file is not None else b""
+    except (tarfile.TarError, EOFError, KeyError, zlib.error) as error:
+        raise ValueError(f"{archive} is no sound tar file of CIFAR-10's binary version: {error}") from error
+    if not content or len(content) % 3073:
+        raise ValueError(f"{archive} must hold records of 3,073 bytes, got {len(content)} bytes")
+    rows = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3073)
+    return Pictures(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), _kinds(archive, rows[:, 0]))
+
+
+def _jpegs(path: Path, first: int | None) -> Pictures:
+    """Pictures from a file of many JPEGs."""
+    picture = optional.load("PIL.Image", "pillow")
+    try:
+        with np.load(io.BytesIO(read(path)), allow_pickle=False) as arrays:
+            content, labels = arrays["jpeg"].tobytes(), arrays["labels"][:first]
+            offsets = arrays["offsets"][: None if first is None else first + 1]
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} must be an archive of numpy with 'jpeg', 'offsets' and 'labels': {error}") from error
+    if labels.ndim != 1 or offsets.shape != (len(labels) + 1,):
+        raise ValueError(
+            f"{path} must have one offset more than labels, got {offsets.shape} offsets and {labels.shape} labels"
+        )
+    images = []
+    for number, (start, end) in enumerate(itertools.pairwise(offsets)):
+        try:
+            image = np.asarray(picture.open(io.BytesIO(content[start:end])).convert("RGB"))
+        except OSError as error:
+            raise ValueError(f"{path}: image {number} must be a JPEG file: {error}") from error
+        if image.shape != (32, 32, 3):
+            raise ValueError(f"{path}: image {number} must be 32 × 32, got {image.shape[:2]}")
+        images.append(image)
+    if not images:
+        raise ValueError(f"{path} must hold images, got none")
+    return Pictures(np.stack(images), _kinds(path, labels))
+
+
+def _kinds(path: Path, labels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Labels, which must be those of ten kinds."""
+    wrong = labels[(labels < 0) | (labels > 9)]
+    if len(wrong):
+        raise ValueError(f"{path} must have labels from 0 to 9, got {wrong[0]}")
+    return labels.astype(np.uint8)
+
+
 # --- text messages ---------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +268,7 @@ def sms_spam(data_dir: AnyPath | None = None) -> tuple[list[str], npt.NDArray[np
 
 @dataclass(frozen=True)
 class Table:
-    """One row a stay.
+    """A clinical table with one row for each stay.
 
     Attributes:
         columns: names of the features.

@@ -72,15 +72,9 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
         ValueError: ``data_dir`` is not a directory.
         FileNotFoundError: the file is not there, and a download failed or had the wrong digest.
     """
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise ValueError(f"data_dir must be a directory, got {str(data_dir)!r}")
-    named = os.environ.get("OPACUS_EXPM_DATA")
-    directories = [Path(place) for place in (data_dir, named) if place] + [cache_dir()]
-    for directory in directories:
-        for suffix in (".gz", ""):
-            path = directory / (file.name + suffix)
-            if path.is_file():
-                return path
+    found = present(file.name, data_dir)
+    if found is not None:
+        return found
     failures = []
     for url in file.urls:
         target = cache_dir() / file.name
@@ -93,10 +87,32 @@ def find(file: File, data_dir: AnyPath | None = None) -> Path:
         else:
             return target
     raise FileNotFoundError(
-        f"{file.name} (or {file.name}.gz) is not in {', '.join(map(str, directories))} and could not be downloaded "
+        f"{file.name} (or {file.name}.gz) is not in {', '.join(map(str, _places(data_dir)))} and could not be downloaded "
         f"({'; '.join(failures)}). Get it from {' or '.join(file.urls)}, put it into a directory under that name, and "
         "pass the directory as data_dir or in OPACUS_EXPM_DATA"
     )
+
+
+def present(name: str, data_dir: AnyPath | None = None) -> Path | None:
+    """The path of a file that is there already, gzip or not; None if it is nowhere.
+
+    Args:
+        name: path inside a data directory, without ``.gz``.
+        data_dir: looked into first, before ``OPACUS_EXPM_DATA`` and the cache.
+
+    Raises:
+        ValueError: ``data_dir`` is not a directory.
+    """
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ValueError(f"data_dir must be a directory, got {str(data_dir)!r}")
+    paths = (directory / (name + suffix) for directory in _places(data_dir) for suffix in (".gz", ""))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _places(data_dir: AnyPath | None) -> list[Path]:
+    """The directories that are looked into, in their order."""
+    named = os.environ.get("OPACUS_EXPM_DATA")
+    return [Path(place) for place in (data_dir, named) if place] + [cache_dir()]
 
 
 def download(url: str, path: Path, sha256: str, *, packed: bool = False, member: str | None = None) -> None:

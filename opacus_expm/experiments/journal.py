@@ -76,7 +76,7 @@ class Journal:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a file ends within a line."""
+    """Whether a file ends in the middle of a line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with open(path, "rb") as file:
@@ -85,13 +85,13 @@ def _is_torn(path: Path) -> bool:
 
 
 def write_result(path: str | PathLike[str], content: Facts) -> None:
-    """A result as JSON for people, too; what is not finite is null."""
+    """Write a result as JSON that people can read too. Numbers that are not finite become null."""
     text = json.dumps(finite({"format": _FORMAT, **content}), indent=1, ensure_ascii=False)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def read_result(path: str | PathLike[str]) -> Facts:
-    """What ``write_result`` was given; no more is known of it than its format.
+    """Read what ``write_result`` wrote; only its format is checked.
 
     Raises:
         AttributeError, KeyError, RecursionError, TypeError, ValueError: the file holds something else.
@@ -103,12 +103,12 @@ def read_result(path: str | PathLike[str]) -> Facts:
 
 
 def canonical(value: object) -> str:
-    """JSON in one spelling."""
+    """JSON that is written in one way only, so that equal facts give equal text."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def finite(value: Any) -> Any:
-    """The same with null in place of numbers that JSON does not have."""
+    """The same values, with null in place of numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -105,7 +105,7 @@ def combinations(grids: Sequence[Grid], parameters: int) -> list[Settings]:
 
 
 def gathering(settings: Settings) -> Settings:
-    """Those settings that the pass depends on."""
+    """The settings that the pass depends on."""
     return {name: value for name, value in settings.items() if name in _PASS}
 
 
@@ -159,5 +159,5 @@ def check_grid(method: str, grid: object) -> None:
 
 
 def _number(value: object) -> float:
-    """A number, or NaN."""
+    """The value as a number, or NaN if it is none."""
     return float(value) if isinstance(value, int | float) else math.nan

@@ -78,7 +78,7 @@ def plot(
 
 
 def _draw(lines: Sequence[Line], axes: Axes, ticks: Sequence[float], metric: str, title: str) -> None:
-    """Lines, bands, labels."""
+    """Draw the lines, their bands and the labels."""
     for line in lines:
         mean, std = np.array(line.means), np.array(line.stds)
         style = _STYLES[line.method]

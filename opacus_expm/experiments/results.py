@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def epsilons(self) -> tuple[float, ...]:
-        """The budgets, ascending."""
+        """The budgets in ascending order."""
         return tuple(sorted({row.epsilon for row in self.rows if row.epsilon is not None}))
 
     def row(self, method: str, epsilon: float | None = None) -> Row:
@@ -180,7 +180,7 @@ class Comparison:
         return ""
 
     def _conditions(self) -> list[str]:
-        """What the numbers mean, for people."""
+        """The conditions under which the numbers hold, in words."""
         lines = [
             f"Mean ± one standard deviation over {len(self.seeds)} seeds; add/remove adjacency; δ = {self.delta:g} where "
             "there is one. Seconds and peak memory above the start of a run, of one run."
@@ -220,7 +220,7 @@ class Comparison:
                 writer.writerow([self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, canonical(r.settings)])
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Write everything."""
+        """Write everything to a JSON file."""
         write_result(path, dataclasses.asdict(self))
 
     @classmethod
@@ -281,7 +281,7 @@ class Measured(Protocol):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The metric, one number a run."""
+        """The metric of each run."""
 
     @property
     def seconds(self) -> float:
@@ -289,7 +289,7 @@ class Measured(Protocol):
 
     @property
     def memory(self) -> float | None:
-        """Peak in MiB, None where it is not known."""
+        """The peak memory in MiB, or None where it is not known."""
 
     @property
     def simulated(self) -> bool:
@@ -297,7 +297,7 @@ class Measured(Protocol):
 
 
 def check_measured(found: Measured) -> None:
-    """What a run can have given."""
+    """Raise unless these are numbers that a run can have given."""
     if not isinstance(found.values, tuple) or not found.values or not all(map(_is_number, found.values)):
         raise ValueError(f"values must be one number a run, got {found.values!r}")
     _check.non_negative("seconds", found.seconds)
@@ -308,7 +308,7 @@ def check_measured(found: Measured) -> None:
 
 
 def _check_budget(epsilon: float | None, delta: float | None) -> None:
-    """ε and δ, None where there is none."""
+    """Check ε and δ of a row, which are None for a method without a budget."""
     if epsilon is not None:
         _check.positive("epsilon", epsilon)
     if delta is not None:
@@ -321,5 +321,5 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _short(value: object) -> str:
-    """A setting for people."""
+    """A setting as short text."""
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -35,7 +35,7 @@ DEFAULT_PROBES = 8  # and estimated from this many probes beyond
 
 
 class RowSource(Protocol):
-    """Either gatherer: outputs of a batch, and rows of its projected Jacobian for any cotangents."""
+    """A way to find rows (hooks, or each record alone): outputs of a batch, and rows of its projected Jacobian."""
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, …) and a function from cotangents (B, r, …) to rows (B, r, k)."""
@@ -43,7 +43,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class ClippingBounds:
-    """C_g and C_H, settled, with where they came from; public.
+    """The bounds C_g and C_H that a pass clips by, and where they came from; public.
 
     Attributes:
         max_grad_norm: C_g > 0.
@@ -75,7 +75,7 @@ class ClippedSums(PrivateValues):
     rank: int = 0
 
     def sensitivity(self, adjacency: str, *, projected: bool = False) -> Sensitivity:
-        """What one record can change, under the given adjacency; in one dimension a projection turns nothing."""
+        """How far one record can move the sums, under the given adjacency."""
         _check.one_of("adjacency", adjacency, ADJACENCIES)
         turns = projected and len(self.gradient) > 1
         return Sensitivity(self.max_grad_norm, self.max_curvature, self.parallel, adjacency, turns)
@@ -89,7 +89,7 @@ class ClippedSums(PrivateValues):
         return torch.cat([gradient, self.curvature.to("cpu", torch.float64)[upper[0], upper[1]]])
 
     def with_packed(self, numbers: Tensor) -> ClippedSums:
-        """The same facts with other sums, in the order of ``packed``."""
+        """A copy with other sums, which are given in the order of ``packed``."""
         k, device = len(self.gradient), self.gradient.device
         if self.curvature is None:
             return replace(self, gradient=numbers.to(device))
@@ -140,7 +140,7 @@ class ClippedSums(PrivateValues):
             raise ValueError("these are no sums") from error
 
     def plus(self, other: ClippedSums) -> ClippedSums:
-        """The sums of the records of both, which were clipped alike; what is public holds for the records of both."""
+        """The sums of the records of both, which must have been clipped by the same bounds."""
         both = self.curvature is not None and other.curvature is not None
         return replace(
             self,
@@ -180,7 +180,7 @@ class RecordQuadratics(PrivateValues):
         return _finite_only(self.gradients, self.factors, parallel=self.parallel)
 
     def bytes(self) -> int:
-        """Memory of gradients and factors."""
+        """The memory in bytes that gradients and factors take."""
         return self.gradients.nbytes + (0 if self.factors is None else self.factors.nbytes)
 
 
@@ -278,7 +278,7 @@ def _signs(shape: tuple[int, ...]) -> Tensor:
 
 
 def _finite_only(g: Tensor, b: Tensor | None, *, parallel: bool) -> RecordQuadratics:
-    """Norms of each record's gradient and curvature; a record with either not finite becomes zero in both."""
+    """Each record's quadratic with its norms. Where the gradient or the curvature is not finite, both become zero."""
     norms = torch.linalg.vector_norm(g, dim=1)
     if b is None:
         finite = norms.isfinite()
@@ -332,7 +332,7 @@ class ClippedAdder:
         self._parallel = self._parallel and records.parallel
 
     def result(self) -> ClippedSums:
-        """G and S so far."""
+        """The sums G and S of all batches that were added so far."""
         if self._g is None:
             raise ValueError("loader is empty: it yielded no record")
         parallel = self._parallel or self._g.shape[0] == 1
@@ -341,5 +341,5 @@ class ClippedAdder:
 
 
 def _clip(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound/norm), 1 for a norm of zero."""
+    """The factor min(1, bound/norm) by which each record is scaled; it is 1 where the norm is zero."""
     return (bound / norms).clamp(max=1.0)

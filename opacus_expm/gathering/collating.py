@@ -110,7 +110,7 @@ class Alone:
 
 
 def alike(records: Sequence[Any]) -> bool:
-    """Whether ``default_collate`` only stacks these: tensors, arrays, numbers and strings of equal types and shapes."""
+    """Whether ``default_collate`` only stacks these records, because their types and shapes are equal."""
     first = records[0]
     if any(type(record) is not type(first) for record in records):
         return False
@@ -171,7 +171,7 @@ def joined(rows: Sequence[Any], name: str) -> Any:
 
 
 def _refuse_rows(name: str, what: str) -> NoReturn:
-    """Say that records cannot be one batch."""
+    """Raise the error that says that these records cannot be one batch."""
     raise ValueError(
         f"{name} gives records of different {what}, which cannot be one batch: all records need one public shape and type; "
         "pad or cut them to it in the data set or the collate function"
@@ -179,7 +179,7 @@ def _refuse_rows(name: str, what: str) -> NoReturn:
 
 
 def _like_mapping(first: Mapping[str, Any], fields: dict[str, Any]) -> Mapping[str, Any]:
-    """The fields in a new mapping of the same kind, which may have methods that a training loop calls; else in a dict."""
+    """The fields in a mapping of the same class, since a training loop may call its methods; in a dict where that fails."""
     kind: Any = type(first)
     try:
         found: Mapping[str, Any] = kind(fields)
@@ -189,7 +189,7 @@ def _like_mapping(first: Mapping[str, Any], fields: dict[str, Any]) -> Mapping[s
 
 
 def _like_sequence(first: Any, parts: list[Any]) -> Any:
-    """The parts in a tuple, named tuple or list, as the first was."""
+    """The parts in a tuple, a named tuple or a list, whichever the first record has."""
     return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
 
@@ -198,7 +198,7 @@ def _like_sequence(first: Any, parts: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One record with values of a kind, how many stand before and after it, and with what values."""
+    """One trial: a made-up record, how many records stand before and after it, and which values these hold."""
 
     values: str
     beside: str
@@ -228,7 +228,7 @@ _DRAWN = 1009  # numbers are drawn; more repeat them
 
 
 class _CannotMakeUp(Exception):
-    """A record holds something of which no other can be made."""
+    """Raised where a record holds something for which no made-up value is known."""
 
 
 def try_on_made_up_records(collate: Collate, like: Any, name: str, *, several: bool = True) -> None:
@@ -271,7 +271,7 @@ def try_on_made_up_records(collate: Collate, like: Any, name: str, *, several: b
 
 
 def _finding(collate: Collate, like: Any, trial: _Trial, reseed: Callable[[int], None], *, several: bool) -> str | None:
-    """What is wrong with a collate function, by one trial; None where nothing is.
+    """What one trial finds wrong with a collate function, in words; None where it finds nothing.
 
     Raises:
         Exception: whatever the function raises for records other than the one that is compared.
@@ -304,7 +304,7 @@ def _finding(collate: Collate, like: Any, trial: _Trial, reseed: Callable[[int],
 
 
 def _reason(alone: list[Tensor], beside: list[Tensor], count: int, *, at_random: bool = False) -> str | None:
-    """Why no row of a batch is that of the record alone; where a function draws at random, only what stands out counts."""
+    """Why no row of a batch is the record's own row; small differences do not count where a function draws at random."""
     if len(alone) != len(beside) or any(t.dim() == 0 or len(t) != 1 for t in alone):
         return _ROWS
     if any(t.dim() == 0 or len(t) != count for t in beside):
@@ -363,7 +363,7 @@ def _sequences(like: Any) -> list[tuple[int, ...]]:
 
 
 def _variable(like: Any) -> bool:
-    """Whether it is a list of like things: tokens, words, boxes."""
+    """Whether this is a list whose length may vary, such as one of tokens, words or boxes."""
     return isinstance(like, list) and bool(like) and isinstance(like[0], bool | int | float | str | list | dict)
 
 

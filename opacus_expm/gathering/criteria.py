@@ -62,7 +62,7 @@ def _check_regression_targets(outputs: Tensor, targets: Tensor, loss: str) -> No
 
 
 def _all(targets: Tensor) -> Tensor:
-    """Every target counts."""
+    """All targets count: True for each of them."""
     return torch.ones(len(targets), dtype=torch.bool, device=targets.device)
 
 
@@ -78,19 +78,19 @@ class MeanSquaredError:
     sum_over_outputs: bool = False
 
     def basis(self, outputs: int) -> Tensor:
-        """All m coordinates."""
+        """The identity: all m coordinates are needed."""
         return torch.eye(outputs, dtype=torch.float64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """One real number per output."""
+        """Check that there is one real number for each output."""
         _check_regression_targets(outputs, targets, "mean squared error")
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Every target."""
+        """All targets count."""
         return _all(targets)
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """2s(f−y) and √(2s)·I."""
+        """The gradient 2s(f−y) and the factor √(2s)·I."""
         scale = 2.0 if self.sum_over_outputs else 2.0 / outputs.shape[1]
         residual = outputs - targets.to(outputs.dtype).reshape(outputs.shape)
         return scale * residual, _diagonal_factor(torch.full_like(outputs, scale))
@@ -131,7 +131,7 @@ class CrossEntropy:
         return rows / torch.sqrt(index * (index + 1))[:, None]
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Integer classes of shape (B,), or probabilities of the outputs' shape."""
+        """Check that targets are integer classes of shape (B,), or probabilities in the shape of the outputs."""
         m = outputs.shape[1]
         if targets.is_floating_point():
             if targets.shape != outputs.shape:
@@ -148,7 +148,7 @@ class CrossEntropy:
             raise ValueError(f"criterion weight has shape {tuple(self.weight.shape)}, the model has {m} outputs")
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Every target but ``ignore_index``."""
+        """All targets count except those that are ``ignore_index``."""
         return _all(targets) if targets.is_floating_point() else targets.long() != self.ignore_index
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,11 +195,11 @@ class BinaryCrossEntropy:
     sum_over_outputs: bool = False
 
     def basis(self, outputs: int) -> Tensor:
-        """All m coordinates."""
+        """The identity: all m coordinates are needed."""
         return torch.eye(outputs, dtype=torch.float64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """One number per output; weights per output, not per record."""
+        """Check that there is one number for each output, and that weights are for outputs and not for records."""
         _check_regression_targets(outputs, targets, "binary cross-entropy")
         for name, value in (("weight", self.weight), ("pos_weight", self.pos_weight)):
             if value is not None and value.numel() not in (1, outputs.shape[1]):
@@ -209,7 +209,7 @@ class BinaryCrossEntropy:
                 )
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Every target."""
+        """All targets count."""
         return _all(targets)
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,11 +246,11 @@ class AutodiffCriterion:
     function: Callable[[Tensor, Tensor], Tensor]
 
     def basis(self, outputs: int) -> Tensor:
-        """All m coordinates."""
+        """The identity: all m coordinates are needed."""
         return torch.eye(outputs, dtype=torch.float64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """The criterion must give one number for one record."""
+        """Check that the criterion gives one number for one record."""
         if targets.shape[:1] != outputs.shape[:1]:
             raise ValueError(
                 f"target has shape {tuple(targets.shape)} where the model's output has shape {tuple(outputs.shape)}: "
@@ -268,7 +268,7 @@ class AutodiffCriterion:
         self._derivatives(torch.zeros_like(outputs[:1]).double(), zeros)  # what cannot be differentiated raises here
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Every target."""
+        """All targets count."""
         return _all(targets)
 
     def _derivatives(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ class AutodiffCriterion:
         return gradient, hessian
 
     def _alone(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """One record; NaN where the criterion refuses its target, because an exception would reveal it."""
+        """Gradient and Hessian of one record; NaN where the criterion raises, because an exception would reveal a target."""
         try:
             return self._derivatives(output[None], target[None])
         except Exception:
@@ -344,7 +344,7 @@ class Softened:
         return self.criterion.counted(targets)
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """That of the criterion at f/τ."""
+        """The inner criterion's gradient and factor at the outputs f/τ."""
         return self.criterion.gradient_and_factor(outputs / self.temperature, targets)
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def write_private(path: str | os.PathLike[str], kind: str, content: Mapping[str,
 
 
 def read_private(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """The content of such a file; no code in it is run.
+    """The content of a file that ``write_private`` wrote; no code in it is run.
 
     Raises:
         OSError: the file cannot be opened.
@@ -81,16 +81,16 @@ class PassFile:
         self.sums, self.records = ClippedSums.from_dict(content["sums"]), int(content["records"])
 
     def add(self, total: ClippedAdder, records: int) -> None:
-        """Note that so many records more were added; written at most once a minute."""
+        """Note how many records were added. The file is written at most once a minute."""
         self.records += records
         if time.monotonic() - self._written >= SECONDS:
             self.write(total.result())
 
     def write(self, sums: ClippedSums) -> None:
-        """Keep the sums so far."""
+        """Write the sums so far to the file."""
         write_private(self._path, self.KIND, {"facts": self._facts, "records": self.records, "sums": sums.to_dict()})
         self._written = time.monotonic()
 
     def remove(self) -> None:
-        """The pass is complete."""
+        """Remove the file, because the pass is complete."""
         self._path.unlink(missing_ok=True)

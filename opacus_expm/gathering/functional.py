@@ -79,7 +79,7 @@ class FunctionalRows:
         return outputs.detach(), lambda cotangents: self._pull_back(inputs, axes, cotangents)
 
     def _record(self, trainable: dict[str, Tensor], inputs: Any) -> Tensor:
-        """Outputs of one record, given without its batch dimension."""
+        """The outputs of one record, which is given without its batch dimension."""
         alone = pytree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, inputs)
         self._restore()
         held = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
@@ -90,7 +90,7 @@ class FunctionalRows:
         return outputs[0]
 
     def _pull_back(self, inputs: Any, axes: Any, cotangents: Tensor) -> Tensor:
-        """Rows of a few records at a time."""
+        """The rows of all records, computed for a few of them at a time."""
         batch, count = cotangents.shape[:2]
 
         def gradients(record: Any, record_cotangents: Tensor) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class FunctionalRows:
         return self._projection.finish(rows)
 
     def _separate_graphs(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The same by plain autograd, one graph a record."""
+        """The same rows by plain autograd, with one graph for each record."""
         count = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
         named = dict(self._module.named_parameters())
         parameters = [named[n] for n in self._layout.names]
@@ -179,7 +179,7 @@ def functional_for(
 
 
 def _failure(rows: FunctionalRows, module: nn.Module, example: Any) -> tuple[str, Exception] | None:
-    """The layer in which a row of two synthetic records fails, and how; None if it works."""
+    """The layer that fails on two synthetic records, and its error; None if no layer fails."""
     inside: list[str] = []
 
     def leave(*_: object) -> None:

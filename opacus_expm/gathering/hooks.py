@@ -45,7 +45,7 @@ class HooksCannotServe(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of one layer: its input, and the place in the autograd graph where its output was born."""
+    """One call of one layer: its input, and the node of the autograd graph that made its output."""
 
     layer: nn.Module
     activation: Tensor
@@ -95,7 +95,7 @@ class ProjectedGradSampleModule(GradSampleModule):
         self.hooks_enabled = False  # captures only inside outputs_and_pullback
 
     def _widen(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Position embeddings are looked up once and broadcast over the batch; look them up for each record."""
+        """Look position embeddings up for each record, where the model looks them up once and broadcasts them."""
         if self.hooks_enabled and len(args) == 1 and args[0].dim() > 1 and args[0].shape[0] == 1 < self._batch:
             return (args[0].expand(self._batch, *args[0].shape[1:]),)
         return None
@@ -103,7 +103,7 @@ class ProjectedGradSampleModule(GradSampleModule):
     def capture_activations_hook(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        """Remember the layer's input and the birthplace of its output."""
+        """Remember the layer's input, and the node of the autograd graph that made its output."""
         if not self.hooks_enabled:
             return None
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -153,12 +153,12 @@ class ProjectedGradSampleModule(GradSampleModule):
         return outputs, calls
 
     def probed_outputs(self, inputs: Any) -> list[Tensor]:
-        """Outputs of each record, and what each layer gets from it, which a head of zeros would hide."""
+        """The outputs of each record, and each layer's inputs: a last layer of zeros would hide a difference in them."""
         outputs, calls = self._forward(inputs)
         return [outputs.detach(), *(c.activation for c in calls if len(c.activation) == len(outputs))]
 
     def probed_rows(self, inputs: Any) -> list[Tensor]:
-        """One row of each record, for the same cotangent at every record."""
+        """One row for each record, with the same cotangent for all of them."""
         outputs, pullback = self.outputs_and_pullback(inputs)
         cotangent = torch.randn(outputs.shape[1:], generator=torch.Generator().manual_seed(2)).to(outputs)
         return [pullback(cotangent.expand_as(outputs)[:, None])]
@@ -286,7 +286,7 @@ def hooks_for(
 def _probe(
     hooked: ProjectedGradSampleModule, module: nn.Module, layout: Layout, projection: Projection, example: Any
 ) -> None:
-    """The checks of ``hooks_for``."""
+    """Check on synthetic batches that hooks give the right rows for this model, as ``hooks_for`` promises."""
     generators = Generators.of(module)
     for copies, seed in ((2, 0), (3, 1)):  # no sequence length is both 2 and 3
         inputs = synthetic_batch(example, copies, seed)

@@ -1,4 +1,4 @@
-"""One record, one record's worth: what the model does with a record may depend on that record alone.
+"""What a model does with a record may depend on that record alone; here this is tried on synthetic records.
 
 The guarantee compares two data sets that differ in one record, and holds only if that record changes no other record's
 statistics. A network can break this through the batch (a mean, a scan, ``if x.max() > 1``) and through state (a buffer or an
@@ -120,12 +120,12 @@ class _Probes:
 
     @property
     def constant(self) -> str:
-        """The kind of the second record."""
+        """Which kind of values the second record has."""
         return "even" if "even" in self.kinds else "plain"
 
 
 def together(records: Sequence[Any]) -> Any:
-    """Records of a batch dimension of one as a batch."""
+    """One batch of several records, each of which has a batch dimension of one."""
     leaves = [pytree.tree_leaves(r) for r in records]
     joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(joined, pytree.tree_structure(records[0]))
@@ -166,14 +166,14 @@ def _accepted_ids(run: Run, example: Any) -> list[int]:
 
 @contextmanager
 def _readings() -> Iterator[list[bool | None]]:
-    """What a program reads off its tensors inside: the values of conditions, None for anything else."""
+    """Collects what a program reads from its tensors inside: the values of conditions, and None for anything else."""
     found: list[bool | None] = []
     with _AbovePython(found), _BelowPython(found):
         yield found
 
 
 class _AbovePython(TorchFunctionMode):
-    """Notices reading that passes the dispatcher by."""
+    """Notices values that are read before torch's dispatcher sees the call."""
 
     def __init__(self, found: list[bool | None]):
         super().__init__()
@@ -186,7 +186,7 @@ class _AbovePython(TorchFunctionMode):
 
 
 class _BelowPython(TorchDispatchMode):
-    """Notices reading that the dispatcher sees."""
+    """Notices values that are read in calls that torch's dispatcher sees."""
 
     def __init__(self, found: list[bool | None]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -286,7 +286,7 @@ class _Trial:
                 return self._run(inputs)
 
     def _steady(self, inputs: Any) -> bool:
-        """Whether rows do not depend on random draws."""
+        """Whether a run with other random numbers gives the same rows."""
         with self._generators.repeated(seed=1):
             after = self._run(inputs)
         return len(after) == len(self._beside) and all(map(_equal, after, self._beside))
@@ -317,7 +317,7 @@ def _compare(found: Sequence[Tensor], i: int, expected: Sequence[Tensor], j: int
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers, NaN being NaN."""
+    """Whether two tensors hold the same numbers, where NaN counts as equal to NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())
@@ -386,7 +386,7 @@ class State:
 
     @staticmethod
     def _judge(outputs: Tensor, again: Tensor) -> None:
-        """The same record must come out the same."""
+        """Raise where the rows of the same record differ between two runs."""
         if not _equal(outputs, again):
             raise ValueError(
                 "model gives other outputs for the same record after another one was run: it keeps something from call to "
@@ -423,7 +423,7 @@ class _Held:
     copy: Any
 
     def same(self, other: _Held) -> bool:
-        """Whether nothing happened to it, as far as can be seen."""
+        """Whether the buffer or attribute is unchanged, as far as can be seen."""
         untouched = self.itself is other.itself or not isinstance(self.itself, Tensor)
         return untouched and self.version == other.version and _same(self.copy, other.copy)
 
@@ -441,7 +441,7 @@ def _contents(module: nn.Module) -> dict[tuple[str, str], _Held]:
 
 
 def _copied(value: Any, shared: dict[int, Any]) -> Any:
-    """A deep copy, but for what is shared; what cannot be copied is taken as it is."""
+    """A deep copy that shares modules and parameters. What cannot be copied is taken as it is."""
     try:
         return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value, shared)
     except Exception:  # whatever an object of the user's raises
@@ -451,7 +451,7 @@ def _copied(value: Any, shared: dict[int, Any]) -> Any:
 def _differences(
     before: Mapping[tuple[str, str], _Held], after: Mapping[tuple[str, str], _Held]
 ) -> set[tuple[str, str]]:
-    """The names of what was changed, came or went."""
+    """The names of the buffers and attributes that were changed, added or removed."""
     shared = before.keys() & after.keys()
     return (before.keys() ^ after.keys()) | {key for key in shared if not before[key].same(after[key])}
 

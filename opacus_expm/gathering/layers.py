@@ -147,7 +147,7 @@ def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
 
 
 def _embedding(layer: nn.Embedding, activations: list[Tensor], places: Places, rows: int) -> Rule:
-    """Only the rows that were looked up have a gradient; ``padding_idx`` has none."""
+    """The gradient of a table: only rows that were looked up have one, and ``padding_idx`` has none."""
     index = torch.cat([x.reshape(len(x), -1) for x in activations], dim=1)  # (B, positions)
     counted = None if layer.padding_idx is None else (index != layer.padding_idx)[..., None]
 

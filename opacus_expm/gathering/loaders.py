@@ -1,7 +1,6 @@
-"""The private data on its way in: which loaders give every record exactly one visit, and how batches are cut.
+"""Which loaders visit every private record exactly once, and how their batches are cut into pieces.
 
-The guarantee compares two data sets that differ in one record. It holds only if that record moves the sums by
-one record's worth, so a loader that may repeat, drop or duplicate records is refused:
+One record may move the sums by one record's worth only, so a loader that may repeat or drop records is refused:
 
 | loader | verdict | because |
 |---|---|---|
@@ -23,13 +22,10 @@ What is accepted is not iterated itself: ``each_alone`` makes a plain loader of 
 record at a time. So neither a ``__getitems__`` nor a collate function is ever shown two private records at once, and a data
 set whose length changes while it is read has no record twice.
 
-Records may be augmented at random. Every pass draws this randomness afresh from the operating system, in the process and in
-the loader's workers, so that it is no function of the script's seeds (``opacus_expm.gathering.randomness`` says why, what is
-refreshed, and what remains with the user: a data set that seeds generators while it is read).
+Records may be augmented at random, with randomness that is fresh in every pass (``opacus_expm.gathering.randomness``).
 
-**What cannot be seen.** That two data set objects read one file or hold equal records, which are legal and count each. That
-what a data set gives for an index depends on what it was asked before, or on its other records. Which records a wrapper of
-the user's own names (see ``records``).
+**What cannot be seen.** Two data set objects that read one file or hold equal records, each of which counts. A data set
+whose records depend on what was read before, or on each other. What a wrapper of the user's own names (see ``records``).
 """
 
 from __future__ import annotations
@@ -272,7 +268,7 @@ def _of_parts(
 
 
 class _OneAtATime(Dataset[Any]):
-    """A data set that could fetch several records at once, asked for one at a time."""
+    """A data set that could fetch several records together, but is asked for one at a time."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -318,7 +314,7 @@ class Rows(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """A collate function for batches that are whole already."""
+    """A collate function that changes nothing, for data sets that give whole batches."""
     return batch
 
 
@@ -377,16 +373,16 @@ class Pieces:
 
     @property
     def halved(self) -> bool:
-        """Whether memory ran out before."""
+        """Whether the size was halved because memory ran out."""
         return self._smaller is not None
 
     @property
     def step(self) -> int | None:
-        """Records of a piece at the most; None leaves batches whole."""
+        """The largest number of records in a piece; None leaves batches whole."""
         return self._smaller or self._largest
 
     def padded(self, loader: DataLoader[Any] | None) -> int | None:
-        """Records, with copies, of every piece; None where the loader does not say how large its batches are."""
+        """To how many records every piece is filled up; None where the loader does not say how large its batches are."""
         size = self._largest or (None if loader is None else batch_size(loader))
         return self._smaller or (None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS)
 

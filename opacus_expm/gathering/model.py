@@ -40,7 +40,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def digest(module: nn.Module) -> str:
-    """Of a module's weights and buffers, and of which of them may move."""
+    """A digest of a module's weights and buffers, and of which of them may move."""
     found = hashlib.sha256(repr([name for name, p in module.named_parameters() if p.requires_grad]).encode())
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, Tensor):
@@ -49,7 +49,7 @@ def digest(module: nn.Module) -> str:
 
 
 def tensor_digest(*tensors: Tensor) -> str:
-    """Of the types, shapes and bits of tensors."""
+    """A digest of the types, shapes and bits of tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -130,7 +130,7 @@ def cast_inputs(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def take(inputs: Any, piece: slice) -> Any:
-    """Some of a batch's records."""
+    """The records of a batch at the given places."""
     return pytree.tree_map(lambda t: t[piece] if isinstance(t, Tensor) else t, inputs)
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import (
@@ -33,6 +32,7 @@ from opacus_expm.gathering.clipping import (
 )
 from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
     compute_dtype,
@@ -43,9 +43,8 @@ from opacus_expm.gathering.model import (
 )
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
-from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.gathering.views import EachView, Views, check_each_alone, check_views, with_own_views
+from opacus_expm.gathering.views import EachView, check_each_alone, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
 from opacus_expm.subspaces.layout import Layout
@@ -57,68 +56,9 @@ Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Measurement:
-    """What a pass computes of each record, and how; public, and checked once.
-
-    Attributes:
-        subspace: recipe of the map A.
-        proj_dim: k, or None for the full space.
-        criterion: the loss, or None to infer it.
-        grad_sampling: how rows are found.
-        views: of each record, whose mean is taken (see ``gathering.views``).
-        nominal_size: N, or None for the data set's size.
-        max_physical_batch_size: records at a time; None takes the loader's batches.
-        progress: show a bar; None shows it on a terminal.
-    """
-
-    subspace: Subspace
-    proj_dim: int | None
-    criterion: Callable[[Tensor, Tensor], Tensor] | None = None
-    grad_sampling: GradSampling = field(default_factory=GradSampling)
-    views: Views | None = None
-    nominal_size: int | None = None
-    max_physical_batch_size: int | None = None
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_views(self.views)
-        if self.nominal_size is not None:
-            _check.positive_int("nominal_size", self.nominal_size)
-        if self.proj_dim is not None:
-            _check.positive_int("proj_dim", self.proj_dim)
-        if self.max_physical_batch_size is not None:
-            _check.positive_int("max_physical_batch_size", self.max_physical_batch_size)
-
-    @property
-    def shows_progress(self) -> bool | None:
-        """The bar tells how many batches there are, which whoever gives a nominal size keeps to themselves."""
-        return self.progress if self.nominal_size is None else False
-
-    def size_of(self, loader: DataLoader[Any]) -> int:
-        """The public N."""
-        if self.nominal_size is not None:
-            return self.nominal_size
-        size = loaders.dataset_size(loader)
-        if size is None:
-            raise ValueError("nominal_size must be given for an iterable data set: a public, rounded number of records")
-        return size
-
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on every rank, and for a pass that goes on; by the name of the argument."""
-        return {
-            "projection": repr(self.subspace),
-            "proj_dim": self.proj_dim,
-            "criterion": described(self.criterion),
-            "grad_sample_mode": self.grad_sampling,
-            "views": described(self.views),
-            "nominal_size": self.nominal_size,
-        }
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Remembered(PrivateValues):
-    """Norms of every private record, by the bound they are for, and its quadratic where all fit into ``CACHE_BYTES``."""
+    """The norms of all private records, and their quadratics where all of these fit into ``CACHE_BYTES``."""
 
     norms: dict[str, Array]
     records: list[RecordQuadratics] | None
@@ -298,7 +238,7 @@ class Workbench:
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
-        """Records as their views, where there are views."""
+        """The batches with each record replaced by its views; unchanged where there are none."""
         views = self.measurement.views
         if views is None:
             return stream
@@ -307,7 +247,7 @@ class Workbench:
     def quadratics(
         self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, temperature: float = 1.0
     ) -> RecordQuadratics:
-        """Every record's quadratic, of a piece of a batch."""
+        """The quadratics of the records in a piece of a batch."""
         source, loss = self.prepared
         return record_quadratics(
             source,
@@ -321,20 +261,20 @@ class Workbench:
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:
-        """Gatherer and criterion."""
+        """The gatherer and the criterion that ``prepare`` chose."""
         assert self._ready is not None
         return self._ready
 
     def _records(
         self, loader: DataLoader[Any], name: str, curvature: bool, temperature: float = 1.0
     ) -> Iterator[RecordQuadratics]:
-        """Every record's quadratic, batch after batch."""
+        """The quadratics of all records, batch after batch."""
         pad_to = self.pieces.padded(loader)
         for inputs, targets in self.begin(loader, name):
             yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, temperature=temperature)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
-        """What a pass leaves behind."""
+        """The ``Statistics`` made of a pass's sums and of what is public about it."""
         measurement = self.measurement
         return Statistics(
             self._module,
@@ -361,8 +301,7 @@ class Pass(PrivateValues):
         bounds: C_g and C_H.
         nominal_size: N.
         ranks: that share the pass.
-        pad_to: public number of records that the network always sees at once, so that a record's rounding does not
-            depend on how many others share its batch.
+        pad_to: public number of records to which every piece is filled up, so that rounding does not tell how many came.
 
     **Privacy:** holds private values, and so does its result.
     """
@@ -372,15 +311,16 @@ class Pass(PrivateValues):
         self._ranks, self._pad_to = ranks, pad_to
         self._total = self._empty()
         self._file: PassFile | None = None
+        self._in_part = False
         self.records = 0  # visited so far
 
     def go_on(self, file: PassFile) -> None:
-        """Go on from the state that a file has kept, and keep it there."""
+        """Go on from the state that a file holds, and keep the state in this file from now on."""
         self._file, self.records = file, file.records
         self._total = self._empty(None if file.sums is None else file.sums.to(self._bench.device))
 
     def _empty(self, start: ClippedSums | None = None) -> ClippedAdder:
-        """Sums of no record, or of those that were visited earlier."""
+        """Sums without any record, or with those that were visited before an interruption."""
         return ClippedAdder(self._bounds.max_grad_norm, self._bounds.max_curvature, start)
 
     def add(self, inputs: Any, targets: Tensor) -> None:
@@ -389,8 +329,10 @@ class Pass(PrivateValues):
         Memory that runs out is an error after the first batch, because the records before were seen in pieces of another
         size; the next pass takes half of it.
         """
+        self._check_whole()
         bench = self._bench
         before = self.records
+        self._in_part = True  # until all of it was added: whoever tries again would count some records twice
 
         def once() -> None:
             if before == 0:  # whatever an attempt that ran out of memory has added
@@ -404,15 +346,21 @@ class Pass(PrivateValues):
             self.add_pieces(bench.seen(itertools.chain([first], stream)))
 
         bench.in_memory(once, None, "loader", restart=before == 0)
+        self._in_part = False
+
+    def _check_whole(self) -> None:
+        """Raise where a batch was added in part."""
+        if self._in_part:
+            raise RuntimeError("a batch of this pass was added in part, and would count twice: begin another pass")
 
     def add_pieces(self, stream: Iterable[tuple[Any, Tensor]]) -> None:
-        """Add pieces of batches that are where the model is."""
+        """Add pieces of batches that are on the model's device."""
         curvature = self._bounds.max_curvature > 0
         for inputs, targets in stream:
             self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=curvature, pad_to=self._pad_to)])
 
     def add_quadratics(self, found: Iterable[RecordQuadratics]) -> None:
-        """Add records of which the quadratics are known."""
+        """Add records whose quadratics were computed before."""
         for records in found:
             self._total.add(records)
             self.records += len(records.gradients)
@@ -421,6 +369,7 @@ class Pass(PrivateValues):
 
     def sums(self) -> ClippedSums:
         """The sums so far, of this rank's records."""
+        self._check_whole()
         return self._total.result()
 
     def result(self, expected: int | None = None) -> Statistics:
@@ -444,22 +393,22 @@ class PublicRecords:
 
     @classmethod
     def of(cls, model: nn.Module, measurement: Measurement, public_loader: DataLoader[Any]) -> PublicRecords:
-        """Few records at a time, because their rows are long; views play no part in it."""
+        """Records for a model. A few are processed at a time, because their rows are long; views play no part."""
         return cls(full_space(model, measurement), public_loader)
 
     @property
     def layout(self) -> Layout:
-        """Where each parameter is."""
+        """Where each parameter is in the vector of all of them."""
         return self.bench.layout
 
     def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """Rows of the Gauss-Newton factors, of some records after others."""
+        """Rows of the Gauss-Newton factors, for a few records at a time."""
         for records in self.bench._records(self.public_loader, "public_loader", True, temperature):
             assert records.factors is not None
             yield records.factors.flatten(0, 1).to(self.bench.dtype), len(records.gradients)
 
     def teach(self, subspace: Subspace) -> Subspace:
-        """What the subspace learns; again with fewer records at a time where memory runs out."""
+        """The subspace with what it learns. Where memory runs out, it starts again with fewer records at a time."""
         return self.bench.in_memory(lambda: subspace.learned(self), self.public_loader, "public_loader")
 
 
@@ -472,7 +421,7 @@ def full_space(model: nn.Module, measurement: Measurement) -> Workbench:
 
 
 def _joined(norms: list[dict[str, Array]]) -> dict[str, Array]:
-    """Norms of all batches."""
+    """The norms of all batches in one array for each bound."""
     return {name: np.concatenate([n[name] for n in norms]) for name in norms[0]}
 
 
@@ -485,7 +434,7 @@ def _norms(records: RecordQuadratics) -> dict[str, Array]:
 
 
 def _part(loader: DataLoader[Any], ranks: Ranks, start: int | None = None) -> DataLoader[Any]:
-    """This rank's records, from ``start`` on in the data set's order; the loader itself for one rank in any order."""
+    """A loader of this rank's records, from ``start`` on in the data set's order. One rank alone keeps its loader."""
     if ranks.count == 1 and start is None:
         return loader
     return loaders.part_of(loader, rank=ranks.rank, ranks=ranks.count, start=start or 0)

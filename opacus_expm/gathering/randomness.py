@@ -96,7 +96,7 @@ class Generators:
         return self.refreshed(random.Random(seed).randbytes)
 
     def states(self) -> list[Any]:
-        """All that decides what comes next."""
+        """The states of all generators, which decide all later numbers."""
         return [_state(g) for g in self.found]
 
     def drawn_since(self, states: list[Any]) -> bool:
@@ -110,7 +110,7 @@ class Generators:
 
 
 def freshly(items: Iterable[T]) -> Iterator[T]:
-    """The items, such as a loader's batches, each made in fresh randomness; what is done between them is none of it."""
+    """The items, such as a loader's batches, each made in fresh randomness, which is left again between them."""
     generators = Generators.of(items)
     with generators.refreshed():
         stream = iter(items)
@@ -136,7 +136,7 @@ class FreshWorker:
     collate_fn: Callable[..., Any] | None
 
     def __call__(self, worker_id: int) -> None:
-        """In the worker, when it starts."""
+        """Called in the worker process when it starts."""
         if self.own is not None:
             self.own(worker_id)
         worker = get_worker_info()
@@ -147,7 +147,7 @@ class FreshWorker:
 
 
 def _state(generator: AnyGenerator) -> Any:
-    """All that decides what comes next."""
+    """The generator's whole state, which decides all later numbers."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.BitGenerator):
@@ -156,7 +156,7 @@ def _state(generator: AnyGenerator) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states are one, whatever they are made of."""
+    """Whether two states are equal, whatever types they are made of."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -165,7 +165,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _set_states(generators: Iterable[AnyGenerator], states: Iterable[Any]) -> None:
-    """The inverse of ``_state``, for all."""
+    """Set every generator back to its state, as ``_state`` gave it."""
     for generator, state in zip(generators, states, strict=True):
         if isinstance(generator, np.random.BitGenerator):
             generator.state = state
@@ -176,7 +176,7 @@ def _set_states(generators: Iterable[AnyGenerator], states: Iterable[Any]) -> No
 
 
 def _reseed(generator: AnyGenerator, entropy: Entropy) -> None:
-    """Another state, of 64 bits on devices and of 128 bits or more elsewhere."""
+    """Start a generator from new entropy: 64 bits of it on devices, and 128 bits or more elsewhere."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(_number(entropy(8)))
         if generator.device.type == "cpu":
@@ -222,7 +222,7 @@ def _held_by(holders: Iterable[object]) -> Iterator[AnyGenerator]:
 
 
 def _parts(held: object) -> Iterator[object]:
-    """What an object leads to in one step. No code of its own is run."""
+    """The objects that an object refers to directly. No code of its own is run."""
     if isinstance(held, dict):
         yield from dict.values(held) if len(held) <= _ITEMS else ()
     elif isinstance(held, list | tuple | set | frozenset):
@@ -257,7 +257,7 @@ def _parts(held: object) -> Iterator[object]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What code names, that of functions within it included."""
+    """The names that a function's code uses, including the code of functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -265,6 +265,6 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_of_a_library(module: str) -> bool:
-    """Whether code of this module is not the user's own; a notebook's and a script's is."""
+    """Whether a module belongs to an installed library; notebooks and scripts are the user's own."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module != "__main__" and (file is None or file.startswith(_LIBRARIES))

@@ -86,10 +86,10 @@ class Ranks:
         self.ready()
 
     def ready(self, *, failed: bool = False) -> None:
-        """Tell the others how it went here, and hear how it went there.
+        """Tell the other ranks whether this one succeeded, and raise if another one failed.
 
         Raises:
-            RankFailed: it went wrong there.
+            RankFailed: another rank failed.
         """
         if self.count == 1:
             return
@@ -134,7 +134,7 @@ class Ranks:
             )
 
     def _from_all(self, content: bytes) -> list[bytes]:
-        """What every rank has, in the order of ranks; of equal lengths."""
+        """The contents of all ranks, in the order of ranks; all have the same length."""
         self.ready()
         own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         everyone = [torch.empty_like(own) for _ in range(self.count)]
@@ -189,7 +189,7 @@ def _carrier(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def described(value: object) -> object:
-    """What of an argument has to be the same on every rank: a module's weights, a loader's size, another value's words.
+    """What has to be the same on every rank for an argument: a module's weights, a loader's size, another value's repr.
 
     A loader's records are not compared: that all ranks see one data set in one order is the caller's word.
     """

@@ -35,7 +35,7 @@ def places(indices: Any, size: int) -> Places:
 
 
 def _integer(index: Any) -> int:
-    """The index, without its value in an error."""
+    """The index as an integer; an error does not quote its value."""
     try:
         return int(index)
     except (TypeError, ValueError):
@@ -79,12 +79,12 @@ def _any_twice(numbers: Places) -> bool:
 
 
 def _key(dataset: Any) -> Hashable:
-    """The same for the same records."""
+    """A key that is equal for data sets with the same records."""
     return tuple(map(id, dataset.tensors)) if type(dataset) is TensorDataset else id(dataset)
 
 
 def _parts(dataset: Any) -> list[Hashable]:
-    """Keys of the data sets that a tree is made of, as often as they come."""
+    """The keys of the data sets that a tree is made of, repeated where one comes several times."""
     if isinstance(dataset, Subset):
         return _parts(dataset.dataset)
     if isinstance(dataset, ConcatDataset) or (

@@ -41,11 +41,11 @@ class GradSampling:
 
     @classmethod
     def named(cls, grad_sample_mode: str | GradSampling | None) -> GradSampling:
-        """The object itself, or that of a mode's name."""
+        """The object itself, or the object for a mode that is given by its name."""
         return grad_sample_mode if isinstance(grad_sample_mode, GradSampling) else cls(grad_sample_mode)
 
     def source(self, module: nn.Module, layout: Layout, projection: Projection, example: Any) -> RowSource:
-        """Hooks where they can serve, else functorch; a fallback is said, and so is state that is put back."""
+        """The way to find rows that serves this model. It warns where hooks cannot, and where state has to be put back."""
         state = State(module, example)
         if state.changed:
             warnings.warn(

@@ -50,7 +50,7 @@ class SymmetricSum:
         return self._sum
 
     def _blocks(self) -> Iterator[slice]:
-        """Blocks of rows."""
+        """The slices of rows that make up the blocks of the matrix."""
         dim = self._sum.shape[0]
         for start in range(0, dim, _BLOCK):
             yield slice(start, min(start + _BLOCK, dim))

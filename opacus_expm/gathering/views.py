@@ -34,7 +34,7 @@ Views = Callable[[Any], Sequence[Any]]
 
 
 def check_views(views: object) -> None:
-    """Raise unless None or a function."""
+    """Raise unless ``views`` is None or a function."""
     if views is not None and not callable(views):
         raise TypeError(f"views must be a function from a batch of inputs to a list of them, got {views!r}")
 
@@ -113,7 +113,7 @@ def pixel_shifts(images: Tensor) -> list[Tensor]:
 
 
 class EachView:
-    """The rows of a gatherer for batches (B, V, …) of views: outputs (B, V, m), and rows that are added up over views."""
+    """A way to find rows for batches (B, V, …) of views: outputs are (B, V, m), and rows are added up over the views."""
 
     def __init__(self, source: RowSource):
         self._source = source

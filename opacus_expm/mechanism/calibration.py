@@ -104,7 +104,7 @@ def allowances(
 
 
 def cost_whatever_the_bounds(allowance: Allowance, method: str) -> tuple[float, float]:
-    """(ε_range, μ) of a draw by this calibration, as far as no bound decides on it; infinite where one does.
+    """The ε_range and the μ of a draw, whatever bounds were bought; infinite where they depend on what was bought.
 
     A draw by range costs the range that was allowed, and one by μ that μ. Its other cost follows from c and the bounds
     (c·W, or ℓ√(c/(λN))). If a bound was bought, that is a function of what was bought: the value found in one run bounds

@@ -42,15 +42,15 @@ class BallGaussian(PrivateValues):
 
     @property
     def dim(self) -> int:
-        """Dimension k."""
+        """The dimension k of the ball."""
         return self.precision.size
 
     def unit(self) -> tuple[Array, Array]:
-        """Precision wR² and linear term bR of z/R, whose domain is the unit ball."""
+        """The precision wR² and the linear term bR in the coordinates z/R, in which the ball has radius one."""
         return self.precision * self.radius**2, self.linear * self.radius
 
     def from_unit(self, z: Array) -> Array:
-        """Rows in the unit ball and the eigenbasis → rows ξ."""
+        """Turn rows of the unit ball, in the eigenbasis, into rows ξ."""
         scaled = z * self.radius
         return scaled if self.basis is None else scaled @ self.basis.T
 

@@ -52,7 +52,7 @@ class PrivacyLoss(PrivateValues):
             raise ValueError(f"the densities have {self.before.dim} and {self.after.dim} dimensions: they must agree")
 
     def at(self, points: Array) -> Array:
-        """L at rows ξ of the ball."""
+        """The loss L at rows ξ of the ball."""
         return self.before.log_density(points) - self.after.log_density(points)
 
     def largest(self) -> float:
@@ -74,7 +74,7 @@ class PrivacyLoss(PrivateValues):
 
 
 def _natural(density: BallGaussian) -> tuple[Array, Array]:
-    """P and b in the coordinates of ξ."""
+    """The precision P and the linear term b in the coordinates of ξ."""
     if density.basis is None:
         return np.diag(density.precision), density.linear
     return (density.basis * density.precision) @ density.basis.T, density.basis @ density.linear
@@ -213,7 +213,7 @@ class Sampled:
         return max(float(np.abs(sample).max()) for sample in self._samples)
 
     def delta(self, epsilon: float) -> float:
-        """Estimate of the least δ at ε."""
+        """An estimate of the least δ at ε, from the draws."""
         return max(float(self._terms(sample, epsilon).mean()) for sample in self._samples)
 
     def delta_bound(self, epsilon: float) -> float:
@@ -243,6 +243,6 @@ class Sampled:
 
     @staticmethod
     def _terms(sample: Array, epsilon: float) -> Array:
-        """(1 − e^{ε−L})₊."""
+        """The terms (1 − e^{ε−L})₊, whose mean over draws is δ at ε."""
         terms: Array = np.maximum(-np.expm1(epsilon - sample), 0.0)
         return terms

@@ -67,5 +67,5 @@ def quantile_scores(counts: Array, quantile: float) -> Array:
 
 
 def score_width(quantile: float, adjacency: str) -> float:
-    """Range of the change of u that one record can cause."""
+    """The width w: how much the change of the scores by one record can vary over the grid."""
     return 2 * max(quantile, 1 - quantile) * (2 if adjacency == "replace_one" else 1)

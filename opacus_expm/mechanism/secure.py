@@ -72,11 +72,11 @@ class SystemNoise:
         self.consumed = 0
 
     def random(self, count: int) -> Array:
-        """Uniform on (0, 1]."""
+        """So many uniform numbers in (0, 1]."""
         return uniforms(self._words(count))
 
     def standard_normal(self, rows: int, columns: int) -> Array:
-        """Standard normal matrix."""
+        """A matrix of standard normal numbers."""
         return normals(self._words(rows * columns)).reshape(rows, columns)
 
     def _words(self, count: int) -> Words:

@@ -84,10 +84,10 @@ class PublicRows(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Where each parameter is."""
+        """Where each parameter is in the vector of all of them."""
 
     def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """(rows (N, p), number of records) of some records after others, with outputs divided by the temperature."""
+        """Rows (N, p) and the number of their records, for a few records at a time, at the given temperature."""
 
 
 class Subspace(Protocol):
@@ -141,7 +141,7 @@ def check_dim(dim: int, size: int) -> None:
 
 
 def check_recipe(seed: int | None, denoise: bool) -> None:
-    """Raise for a seed or a flag that is none."""
+    """Raise unless the seed is a seed or None, and ``denoise`` is True or False."""
     if seed is not None:
         _check.seed("seed", seed)
     if not isinstance(denoise, bool):

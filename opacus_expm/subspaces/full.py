@@ -51,5 +51,5 @@ class FullSpace:
         return coordinates
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """In groups, one for each output of a layer."""
+        """Shrink the draw in groups, one for each output of a layer."""
         return shrinkage.by_outputs(coordinates, variance, layout)

@@ -38,7 +38,7 @@ class PublicCurvature:
     scales: Tensor | None = field(default=None, repr=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it is made of, by name."""
+        """All its tensors, by name."""
         found = {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
         return found if self.scales is None else {**found, "scales": self.scales}
 
@@ -100,11 +100,11 @@ class Preconditioned:
 
     @property
     def needs_public_data(self) -> bool:
-        """Until curvature was measured."""
+        """True until the curvature has been measured."""
         return self.curvature is None
 
     def learned(self, public: PublicRows) -> Preconditioned:
-        """With eigenpairs of the curvature of public records, at most 256 MiB of whose rows take part."""
+        """The recipe with the leading eigenpairs of public curvature. At most 256 MiB of public rows take part."""
         kept: list[Tensor] = []
         records = size = 0
         units = None if self.scales is None else public.layout.spread("scales", self.scales)
@@ -130,6 +130,11 @@ class Preconditioned:
         if dim is not None:
             check_dim(dim, size)
         vectors = self.curvature.vectors.to(device, dtype)
+        if len(vectors) != size:
+            raise ValueError(
+                f"projection has learned the public curvature of {len(vectors)} parameters, and the model has {size} that "
+                "may move: let it learn again, with this model"
+            )
         base: Projection
         if dim is not None and dim <= vectors.shape[1]:
             base = Columns(vectors[:, :dim].contiguous(), None)
@@ -187,7 +192,7 @@ class PreconditionedMap:
 
     @classmethod
     def through(cls, base: Projection, vectors: Tensor, eigenvalues: Tensor, damping: float) -> PreconditionedMap:
-        """From eigenvectors (p, rank) and eigenvalues (rank,)."""
+        """Make the map from eigenvectors (p, rank) and eigenvalues (rank,)."""
         shrinkage = 1 - (1 + eigenvalues / damping).rsqrt()
         projected = vectors.new_zeros(vectors.shape[1], base.width)
         base.add_projected(projected, vectors.T.contiguous(), 0)
@@ -195,7 +200,7 @@ class PreconditionedMap:
 
     @property
     def seed(self) -> int | None:
-        """That of the projection P."""
+        """The same as that of the projection P."""
         return self.base.seed
 
     @property
@@ -205,17 +210,17 @@ class PreconditionedMap:
 
     @property
     def dim(self) -> int:
-        """That of the projection P."""
+        """The same as that of the projection P."""
         return self.base.dim
 
     @property
     def width(self) -> int:
-        """Both parts side by side."""
+        """The number of columns for Pᵀv and Vᵀv side by side."""
         return self.base.dim + self.vectors.shape[1]
 
     @property
     def least_records(self) -> int:
-        """The eigenvectors are read as a matrix."""
+        """The same as for dense columns, since the eigenvectors are read as a matrix."""
         return Columns.least_records
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
@@ -224,11 +229,11 @@ class PreconditionedMap:
         out[:, self.dim :] += rows @ self.vectors[start : start + rows.shape[1]]
 
     def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
-        """Through the dense table."""
+        """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
     def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """Two maps side by side are applied one after the other."""
+        """None: the two maps are applied one after the other."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Pᵀv − (PᵀV) diag(…) (Vᵀv)."""
@@ -241,7 +246,7 @@ class PreconditionedMap:
         return plain - self.vectors @ (self.shrinkage * (self.vectors.T @ plain))
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """In the full space by bands along the eigenvectors and by outputs across them; else as the projection P does."""
+        """Shrink in bands along the eigenvectors and by outputs across them; in a subspace as the projection P does."""
         if self.base.kind != "full":
             return self.base.shrunk(coordinates, variance, layout)
         return shrinkage.along_and_across(coordinates, variance, layout, self.vectors)
@@ -260,12 +265,12 @@ class Scaled:
 
     @property
     def kind(self) -> str:
-        """That of the projection B."""
+        """The same as that of the projection B."""
         return self.inner.kind
 
     @property
     def seed(self) -> int | None:
-        """That of the projection B."""
+        """The same as that of the projection B."""
         return self.inner.seed
 
     @property
@@ -275,17 +280,17 @@ class Scaled:
 
     @property
     def dim(self) -> int:
-        """That of the projection B."""
+        """The same as that of the projection B."""
         return self.inner.dim
 
     @property
     def width(self) -> int:
-        """That of the projection B."""
+        """The same as that of the projection B."""
         return self.inner.width
 
     @property
     def least_records(self) -> int:
-        """That of the projection B."""
+        """The same as that of the projection B."""
         return self.inner.least_records
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
@@ -298,7 +303,7 @@ class Scaled:
         self.inner.add_looked_up(out, values * units[index], index, count, start)
 
     def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """Units come before the product."""
+        """None: rows are brought to their units before the product."""
 
     def finish(self, out: Tensor) -> Tensor:
         """As the projection B does."""
@@ -309,5 +314,5 @@ class Scaled:
         return self.scales * self.inner.lift(coordinates).to(self.scales)
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """The draw's coordinates are those of parameters in their own units."""
+        """Shrink as the projection B does: the coordinates are those of parameters in their own units."""
         return self.inner.shrunk(coordinates, variance, layout)

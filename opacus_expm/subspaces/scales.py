@@ -31,7 +31,7 @@ _FURTHEST = 10.0  # a tensor in which nothing was seen still moves
 def measured_scales(
     layout: Layout, projection: Projection, first: Tensor, second: Tensor, *, seed: int = 0
 ) -> dict[str, float]:
-    """``parameter_scales`` of ``make_private_expm`` from gradients summed over two disjoint sets of public records.
+    """The ``scales`` of ``Preconditioned`` from gradients summed over two disjoint sets of public records.
 
     |(AG)_g|² is larger by what records differ among themselves; (AG)_g·(AG')_g with the sums of either set is not.
 
@@ -61,5 +61,5 @@ def measured_scales(
 
 
 def _within(scale: float) -> float:
-    """No further from 1 than a factor of ten."""
+    """The scale, brought to within a factor of ten of 1."""
     return min(max(scale, 1 / _FURTHEST), _FURTHEST)

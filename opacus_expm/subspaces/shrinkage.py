@@ -76,7 +76,7 @@ def along_and_across(coordinates: Array, variance: float, layout: Layout, vector
 
 
 def _by_outputs(coordinates: Array, lost: Array, variance: float, layout: Layout) -> Array:
-    """Groups of outputs, of whose variance a part was lost to other groups."""
+    """Shrink by outputs, where a part of the variance was lost to other groups."""
     result = np.empty_like(coordinates)
     for part in _outputs(layout):
         result[part] = _james_stein(coordinates[part], float((1 - lost[part]).sum()), variance)
@@ -84,7 +84,7 @@ def _by_outputs(coordinates: Array, lost: Array, variance: float, layout: Layout
 
 
 def _array(tensor: Tensor) -> Array:
-    """In double precision, on the processor."""
+    """The tensor as an array in double precision on the CPU."""
     return tensor.double().cpu().numpy()
 
 

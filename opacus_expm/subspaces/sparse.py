@@ -43,7 +43,7 @@ class Sparse:
         return replace(self, seed=seed)
 
     def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
-        """The map."""
+        """The map for so many parameters and dimensions; the full space where ``dim`` is None."""
         if dim is None:
             return FullSpace(size)
         check_dim(dim, size)
@@ -51,7 +51,7 @@ class Sparse:
         return SparseMap.generate(size, dim, self.seed, device, dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The settings as plain values, with the kind."""
         return {"kind": self.kind, "seed": self.seed, "denoise": self.denoise}
 
 
@@ -106,7 +106,7 @@ class SparseMap:
         out.scatter_add_(1, self.bucket[place].view(shape)[index].flatten(1).long(), signed.flatten(1))
 
     def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """A sparse map is not read as a matrix."""
+        """None: a sparse map is not read as a matrix."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""
@@ -117,5 +117,5 @@ class SparseMap:
         return self.weight * coordinates.to(self.weight)[self.bucket]
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """All coordinates in one group, because they all mean the same."""
+        """Shrink all coordinates as one group, because none of them is special."""
         return shrinkage.in_one_group(coordinates, variance)

@@ -46,7 +46,7 @@ class Stiefel:
         return replace(self, seed=seed)
 
     def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
-        """The map."""
+        """The map for so many parameters and dimensions; the full space where ``dim`` is None."""
         if dim is None:
             return FullSpace(size)
         check_dim(dim, size)
@@ -54,7 +54,7 @@ class Stiefel:
         return Columns.uniform(size, dim, self.seed, device, dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The settings as plain values, with the kind."""
         return {"kind": self.kind, "seed": self.seed, "denoise": self.denoise}
 
 
@@ -104,7 +104,7 @@ class Columns:
         torch.addmm(out, rows, self.matrix[start : start + rows.shape[1]], out=out)
 
     def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
-        """Through the dense table."""
+        """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
     def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> Tensor:
@@ -121,7 +121,7 @@ class Columns:
         return self.matrix @ coordinates.to(self.matrix)
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Random coordinates all mean the same and are one group; given ones come in the order of their columns."""
+        """Shrink random coordinates as one group, and those along given columns in bands, in the order of the columns."""
         if self.seed is None:
             return shrinkage.by_bands(coordinates, variance)
         return shrinkage.in_one_group(coordinates, variance)

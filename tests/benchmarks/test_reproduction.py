@@ -19,9 +19,10 @@ from benchmarks.reproduction.pictures import plot
 from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, METHODS, RADII, TASKS, Effort, Setting
 from benchmarks.reproduction.simulation import reproduce, reproduce_task
-from opacus_expm import ExpMQuadEngine, NoGuarantee, tasks
+from opacus_expm import ExpMQuadEngine, NoGuarantee, paper, tasks
 from opacus_expm.experiments.tasks import Task
-from opacus_expm.mechanism.sampling import Gibbs
+from opacus_expm.paper import Gibbs
+from opacus_expm.subspaces import Sparse
 
 PAPER, OURS = METHODS
 SETTING = Setting(3, (1, 2, 3, 4), 0.0, 1e-3, crossing=1.0, flat_from=0.1, enough=3)
@@ -83,12 +84,14 @@ def test_one_pass_for_each_subspace_serves_every_epsilon_and_radius(task, monkey
     gather = ExpMQuadEngine.gather
 
     def counted(self, model, loader, dim, **options):
-        passes.append((options.get("bounds"), dim, options["projection_seed"]))
+        passes.append(("max_grad_norm" in options, dim, options["projection"].seed))
         return gather(self, model, loader, dim, **options)
 
     monkeypatch.setattr(ExpMQuadEngine, "gather", counted)
     result = run(task)
-    assert sorted(passes, key=str) == sorted([(b, k, 0) for b in ("paper", None) for k in SETTING.dims], key=str)
+    assert sorted(passes, key=str) == sorted(
+        [(read_off, k, 0) for read_off in (True, False) for k in SETTING.dims], key=str
+    )
     assert result.cost.passes == 8
     assert result.cost.candidates == 14 * 6 * EFFORT.draws
 
@@ -133,35 +136,39 @@ def test_ours_states_its_epsilon_and_the_papers_refuses(found):
     assert all("not_private" in c.method for c in found.curves if c.stated[0] is None)
 
 
-@pytest.mark.filterwarnings("ignore:bounds='paper' reads the clipping bounds")
-def test_what_is_stated_is_what_the_ledger_says(task):
-    def statistics(**source):
-        loader = DataLoader(task.private, batch_size=100)
-        return ExpMQuadEngine().gather(task.model, loader, 3, criterion=task.criterion, projection_seed=0, **source)
-
-    ours, paper = statistics(public_loader=DataLoader(task.public, batch_size=100)), statistics(bounds="paper")
-    assert simulation.stated_epsilon(ours, 2.0, 0.1, simulation.drawing(OURS, 0.0)) == 2.0
-    # With the paper's calibration but our bounds one would have spent less than asked, and be told so.
-    assert simulation.stated_epsilon(ours, 2.0, 0.1, simulation.drawing(PAPER, 0.0)) < 2.0
-    assert simulation.stated_epsilon(paper, 2.0, 0.1, simulation.drawing(PAPER, 0.0)) is None
+@pytest.fixture
+def both(task):
+    """Statistics in one subspace, by bounds from public data and by the paper's."""
     engine = ExpMQuadEngine()
-    engine.release(paper, 2.0, 0.1, **simulation.drawing(PAPER, 0.0))
+    loader, public = (DataLoader(d, batch_size=100) for d in (task.private, task.public))
+    options = {"criterion": task.criterion, "projection": Sparse(seed=0)}
+    with pytest.warns(UserWarning, match="reads the clipping bounds off the private data"):
+        found = paper.bounds_read_off(task.model, loader, task.criterion)
+    given = {"max_grad_norm": found.gradient, "max_curvature": found.curvature}
+    theirs = paper.read_off(engine.gather(task.model, loader, 3, **given, **options))
+    return engine.gather(task.model, loader, 3, public_loader=public, **options), theirs
+
+
+def test_what_is_stated_is_what_the_ledger_says(both):
+    ours, theirs = both
+    assert simulation.stated_epsilon(ours, OURS, 2.0, 0.1, 0.0) == 2.0
+    # With the paper's calibration but our bounds one would have spent less than asked, and be told so.
+    assert simulation.stated_epsilon(ours, PAPER, 2.0, 0.1, 0.0) < 2.0
+    assert simulation.stated_epsilon(theirs, PAPER, 2.0, 0.1, 0.0) is None
+    assert simulation.stated_epsilon(theirs, OURS, 2.0, 0.1, 0.0) is None
+    engine = ExpMQuadEngine()
+    paper.release(engine.books(), theirs, 2.0, 0.1, regularization=0.0)
     with pytest.raises(NoGuarantee):
         engine.get_epsilon(0.0)
 
 
-@pytest.mark.filterwarnings("ignore:bounds='paper' reads the clipping bounds")
-def test_the_two_calibrations_differ_by_far(task):
-    engine = ExpMQuadEngine()
-    loader, public = (DataLoader(d, batch_size=100) for d in (task.private, task.public))
-    options = {"criterion": task.criterion, "projection_seed": 0}
-    paper = engine.gather(task.model, loader, 3, bounds="paper", **options)
-    ours = engine.gather(task.model, loader, 3, public_loader=public, **options)
+def test_the_two_calibrations_differ_by_far(both):
+    ours, theirs = both
     assert torch.equal(
-        *(s.projection.lift(torch.eye(3, dtype=torch.float64)[0]) for s in (paper, ours))
+        *(s.projection.lift(torch.eye(3, dtype=torch.float64)[0]) for s in (theirs, ours))
     )  # one subspace
-    assert paper.sums.max_grad_norm > 3 * ours.sums.max_grad_norm
-    assert paper.sums.max_curvature > 3 * ours.sums.max_curvature
+    assert theirs.sums.max_grad_norm > 3 * ours.sums.max_grad_norm
+    assert theirs.sums.max_curvature > 3 * ours.sums.max_curvature
 
 
 def test_noise_of_the_papers_calibration_is_larger(found):
@@ -181,13 +188,18 @@ def test_a_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
     # An interrupted run: the last curve is missing, and a line is torn.
     path.write_text("\n".join(lines[:-6]) + "\n" + lines[-6][:40])
     drawn = []
-    simulate = ExpMQuadEngine.simulate
+    ours, theirs = ExpMQuadEngine.simulate, paper.simulate
 
     def counted(self, *args, **options):
         drawn.append(args[1:3])
-        return simulate(self, *args, **options)
+        return ours(self, *args, **options)
+
+    def counted_paper(*args, **options):
+        drawn.append(args[1:3])
+        return theirs(*args, **options)
 
     monkeypatch.setattr(ExpMQuadEngine, "simulate", counted)
+    monkeypatch.setattr(paper, "simulate", counted_paper)
     second = run(task, out=tmp_path)
     assert len(drawn) == 6
     assert second.curves == first.curves  # the noise of a point depends on its own facts alone

@@ -114,7 +114,7 @@ def test_one_pass_serves_every_budget(task, monkeypatch):
 
     @functools.wraps(gather)
     def counted(self, **options):
-        passes.append((options["projection_seed"], options["proj_dim"]))
+        passes.append((options["projection"].seed, options["proj_dim"]))
         return gather(self, **options)
 
     monkeypatch.setattr(ExpMQuadEngine, "gather", counted)

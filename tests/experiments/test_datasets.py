@@ -127,6 +127,131 @@ def test_mnist_needs_a_label_for_each_image(tmp_path):
         datasets.mnist(tmp_path)
 
 
+# --- CIFAR-10 --------------------------------------------------------------------------------------------------------
+
+
+def pictures(count=7, seed=0):
+    """Coarse random pictures, which JPEG hardly changes, and their labels."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 256, (count, 4, 4, 3), dtype=np.uint8)
+    return coarse.repeat(8, axis=1).repeat(8, axis=2), np.arange(count, dtype=np.uint8) % 10
+
+
+def jpeg(image):
+    buffer = io.BytesIO()
+    pytest.importorskip("PIL.Image").fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)
+    return buffer.getvalue()
+
+
+def write_npz(path, files, labels, changed=None):
+    """Many JPEG files as one archive."""
+    offsets = np.cumsum([0, *map(len, files)])
+    arrays = {"jpeg": np.frombuffer(b"".join(files), dtype=np.uint8), "offsets": offsets, "labels": labels}
+    arrays |= changed or {}
+    buffer = io.BytesIO()
+    np.savez(buffer, **{name: array for name, array in arrays.items() if array is not None})
+    return put(path, buffer.getvalue())
+
+
+def write_cifar10(directory, train=7, test=3):
+    """Both parts as JPEG; returns the training pictures and labels before compression."""
+    for part, count in (("test", test), ("train", train)):
+        images, labels = pictures(count, seed=count)
+        write_npz(directory / f"cifar10/{part}.npz", [jpeg(image) for image in images], labels)
+    return images, labels
+
+
+def write_binary(directory, batches):
+    """CIFAR-10's own archive, from pictures and labels by the names of their files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, (images, labels) in batches.items():
+            rows = np.concatenate([labels[:, None], images.transpose(0, 3, 1, 2).reshape(len(images), -1)], axis=1)
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            member.size = rows.size
+            archive.addfile(member, io.BytesIO(rows.tobytes()))
+    return put(directory / "cifar10/cifar-10-binary.tar.gz", buffer.getvalue())
+
+
+def test_pictures_as_jpeg(tmp_path):
+    images, labels = write_cifar10(tmp_path)
+    found = datasets.cifar10("train", tmp_path)
+    assert found.images.dtype == found.labels.dtype == np.uint8
+    assert found.labels.tolist() == labels.tolist()
+    assert found.images.shape == images.shape
+    assert abs(found.images.astype(int) - images).mean() < 5
+    assert abs(found.images[::-1].astype(int) - images).mean() > 20  # in this order and no other
+    few = datasets.cifar10("train", tmp_path, first=2)
+    assert np.array_equal(few.images, found.images[:2])
+    assert few.labels.tolist() == labels[:2].tolist()
+    assert len(datasets.cifar10("train", tmp_path, first=100).labels) == 7
+    assert len(datasets.cifar10("test", tmp_path).labels) == 3
+
+
+def test_pictures_as_published(tmp_path):
+    parts = {f"data_batch_{number}": pictures(4, seed=number) for number in range(1, 6)}
+    write_binary(tmp_path, {"test_batch": pictures(2, seed=9), **dict(reversed(parts.items()))})
+    found = datasets.cifar10("train", tmp_path)
+    assert np.array_equal(found.images, np.concatenate([images for images, _ in parts.values()]))
+    assert np.array_equal(found.labels, np.concatenate([labels for _, labels in parts.values()]))
+    assert np.array_equal(datasets.cifar10("train", tmp_path, first=5).images, found.images[:5])
+    assert np.array_equal(datasets.cifar10("test", tmp_path).images, pictures(2, seed=9)[0])
+
+
+def test_published_pictures_that_are_damaged(tmp_path):
+    path = write_binary(tmp_path, {"test_batch": pictures(2)})
+    with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz is no sound tar file of CIFAR-10's binary version"):
+        datasets.cifar10("train", tmp_path)
+    with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz must have labels from 0 to 9, got 11"):
+        datasets.cifar10("test", write_binary(tmp_path, {"test_batch": (pictures(1)[0], np.array([11]))}).parents[1])
+    path.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz is no sound tar file"):
+        datasets.cifar10("test", tmp_path)
+    write_binary(tmp_path, {"test_batch": (np.zeros((2, 32, 16, 3), np.uint8), np.zeros(2, np.uint8))})
+    with pytest.raises(ValueError, match=r"must hold records of 3,073 bytes, got 3074 bytes"):
+        datasets.cifar10("test", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": None}, r"test.npz must be an archive of numpy with 'jpeg', 'offsets' and 'labels'"),
+        (
+            {"labels": np.array([1, 2])},
+            r"test.npz must have one offset more than labels, got \(4,\) offsets and \(2,\)",
+        ),
+        ({"labels": np.array([1, 2, 10])}, "test.npz must have labels from 0 to 9, got 10"),
+        ({"labels": np.array([1, -1, 1])}, "test.npz must have labels from 0 to 9, got -1"),
+        ({"offsets": np.array([0, 100, 200, 300])}, "test.npz: image 0 must be a JPEG file"),
+        ({"labels": np.array([]), "offsets": np.array([0])}, "test.npz must hold images, got none"),
+        ({"labels": np.array([{}, {}, {}])}, "test.npz must be an archive of numpy with"),  # a pickle is not run
+    ],
+)
+def test_archives_of_something_else_are_refused(tmp_path, changed, message):
+    images, labels = pictures(3)
+    write_npz(tmp_path / "cifar10/test.npz", [jpeg(image) for image in images], labels, changed)
+    with pytest.raises(ValueError, match=message):
+        datasets.cifar10("test", tmp_path)
+
+
+def test_pictures_of_another_size_and_other_files_are_refused(tmp_path):
+    path = write_npz(tmp_path / "cifar10/test.npz", [jpeg(np.zeros((16, 32, 3), np.uint8))], np.array([0]))
+    with pytest.raises(ValueError, match=r"test.npz: image 0 must be 32 × 32, got \(16, 32\)"):
+        datasets.cifar10("test", tmp_path)
+    path.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"test.npz must be an archive of numpy with"):
+        datasets.cifar10("test", tmp_path)
+
+
+def test_the_published_pictures():
+    if not (REAL_DATA / "cifar10").is_dir():
+        pytest.skip("needs the images: set OPACUS_EXPM_DATA to a directory with cifar10/")
+    found = datasets.cifar10("test", REAL_DATA)
+    assert found.images.shape == (10_000, 32, 32, 3)
+    assert np.bincount(found.labels).tolist() == [1000] * 10
+    assert len(datasets.cifar10("train", REAL_DATA, first=10).labels) == 10
+
+
 # --- eICU ------------------------------------------------------------------------------------------------------------
 
 PATIENT = {"patientunitstayid": 7, "gender": "Male", "age": "50", "hospitaldischargestatus": "Alive", "uniquepid": "p"}

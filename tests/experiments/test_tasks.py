@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from opacus_expm import tasks
+from opacus_expm.experiments import digits, synthetic
+from opacus_expm.experiments import task as task_module
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -92,8 +94,9 @@ def test_models_are_judged_in_evaluation_mode_and_left_as_they_were():
 
 
 def test_sine_is_judged_by_its_loss(monkeypatch):
-    monkeypatch.setattr(tasks, "fit", lambda model, *rest, **options: None)
-    monkeypatch.setattr(tasks, "loss", lambda *rest: 0.0)
+    monkeypatch.setattr(synthetic, "fit", lambda model, *rest, **options: None)
+    for place in (synthetic, task_module):  # where pretraining and the score look for it
+        monkeypatch.setattr(place, "loss", lambda *rest: 0.0)
     found = tasks.sine(records=10)
     assert (found.name, found.metric, found.score(found.model)) == ("sine", "loss", 0.0)
 
@@ -191,7 +194,7 @@ def test_weights_are_kept_and_damaged_ones_computed_again(tmp_path, cache, monke
     first = tasks.mnist(data_dir=tmp_path, records=20)
     [kept] = cache.rglob("*.pt")
     with monkeypatch.context() as patch:
-        patch.delattr(tasks, "fit")  # not to be trained again
+        patch.delattr(digits, "fit")  # not to be trained again
         again = tasks.mnist(data_dir=tmp_path, records=20)
         assert torch.equal(weights(again.model), weights(first.model))
         for other in ({"records": 21}, {"seed": 1}, {"loss": "mse"}):
@@ -237,6 +240,40 @@ def test_mnist_on_the_published_images():
     assert abs(found.public.tensors[0].std() - 1) < 0.02
     assert tasks.accuracy(found.model, found.public) > 85
     assert 30 < found.score(found.model) < 85  # the noise is a shift
+
+
+def test_far_digits_are_those_of_mnist_mirrored_or_not_paler_and_noisy(tmp_path, monkeypatch):
+    images, labels = write_mnist(tmp_path, train=400, test=10)
+    near = tasks.mnist(data_dir=tmp_path, records=200)
+    monkeypatch.delattr(digits, "fit")  # the model is that of the near task
+    found = tasks.mnist_far(data_dir=tmp_path, records=200)
+    assert same(found.public, near.public)
+    assert torch.equal(weights(found.model), weights(near.model))
+    assert torch.equal(found.private.tensors[1], near.private.tensors[1])
+    assert (found.name, found.metric) == ("mnist_far", "accuracy")
+
+    clean = torch.tensor(images) / 255
+    private = pixels(found.private)[:, 0]
+    both = torch.stack([clean, clean.flip(-1)]) / 2
+    distances = torch.cdist(private.flatten(1), both.flatten(0, 1).flatten(1))
+    mirrored, chosen = distances.argmin(1) // 400, distances.argmin(1) % 400
+    assert torch.equal(found.private.tensors[1], torch.tensor(labels)[chosen].long())
+    assert stats.binomtest(int(mirrored.sum()), 200, 0.5).pvalue > 1e-3
+    noise = (private - both[mirrored, chosen]).flatten().numpy()
+    assert stats.kstest(noise, stats.norm(0, 0.25).cdf).pvalue > 1e-3
+    assert stats.kstest(noise, stats.norm(0, 0.24).cdf).pvalue < 1e-3  # the control must fail
+    assert 0.2 < pixels(found.test).std() < 0.4
+
+    assert same(tasks.mnist_far(data_dir=tmp_path, records=200).private, found.private)
+    with pytest.raises(ValueError, match="records must be at most half of the 400 training images, got 201"):
+        tasks.mnist_far(data_dir=tmp_path, records=201)
+
+
+@real_data
+def test_far_digits_on_the_published_images():
+    found = tasks.mnist_far(data_dir=REAL_DATA, records=600)
+    assert tasks.accuracy(found.model, found.public) > 85
+    assert 30 < found.score(found.model) < 60  # farther than the noise alone
 
 
 # --- intensive care --------------------------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
 """The privacy property of the clipped sums: one record, whatever it holds, moves them by one record's worth."""
 
-import copy
-import io
 import math
-import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,26 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
+from reference import CPU, random_map, sums_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm.gathering import clipping, loaders
-from opacus_expm.gathering.clipping import (
-    ClippedAdder,
-    ClippedSums,
-    RecordQuadratics,
-    Sensitivity,
-    clipped_sums,
-    utility_width,
-)
-from opacus_expm.gathering.criteria import BinaryCrossEntropy, CrossEntropy, MeanSquaredError, make_criterion
+from opacus_expm.gathering.clipping import RecordQuadratics
+from opacus_expm.gathering.criteria import BinaryCrossEntropy, CrossEntropy, MeanSquaredError
 from opacus_expm.gathering.functional import FunctionalRows
 from opacus_expm.gathering.hooks import hooks_for
-from opacus_expm.gathering.model import Layout, working_copy
-from opacus_expm.subspaces.projection import Stiefel, make_projection
+from opacus_expm.gathering.model import working_copy
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.stiefel import Columns
 
-CPU = torch.device("cpu")
 FEATURES = 4
 C_G, C_H = 0.3, 0.2
 
@@ -61,9 +51,9 @@ def rows_of(case, dtype, mode="hooks", dim=5, orthonormal=False):
     torch.manual_seed(11)
     module = working_copy(CASES[case][0]().to(dtype))
     layout = Layout.of(module)
-    projection = make_projection("stiefel", layout.size, dim, 3, device=CPU, dtype=dtype)
+    projection = random_map("stiefel", layout.size, dim, 3, dtype)
     if not orthonormal:
-        projection = Stiefel(projection.matrix * torch.linspace(0.5, 4.0, dim, dtype=dtype), 3)
+        projection = Columns(projection.matrix * torch.linspace(0.5, 4.0, dim, dtype=dtype), 3)
     if mode == "functorch":
         return FunctionalRows(module, layout, projection)
     return hooks_for(module, layout, projection, torch.zeros(1, FEATURES, dtype=dtype))
@@ -83,9 +73,7 @@ def make_data(case, dtype, n, seed, scale=1.0):
     return x.to(dtype), y
 
 
-def one_pass(
-    source, criterion, x, y, *, batch_size=4, physical=None, max_grad_norm=C_G, max_curvature=C_H, joint_radius=None
-):
+def one_pass(source, criterion, x, y, *, batch_size=4, physical=None, max_grad_norm=C_G, max_curvature=C_H):
     """Clipped sums over a loader, through the same batching as the engine's."""
     stream = loaders.batches(
         DataLoader(TensorDataset(x, y), batch_size=batch_size),
@@ -94,13 +82,12 @@ def one_pass(
         max_physical_batch_size=physical,
         progress=False,
     )
-    return clipped_sums(
+    return sums_of(
         source,
         criterion,
         stream,
         max_grad_norm=max_grad_norm,
         max_curvature=max_curvature,
-        joint_radius=joint_radius,
     )
 
 
@@ -280,7 +267,7 @@ def test_a_record_with_a_finite_gradient_and_infinite_curvature_contributes_noth
         module.weight[:, 1:] = 0.5
         module.bias[:] = 0.25
     layout = Layout.of(module)
-    projection = make_projection("stiefel", layout.size, 5, 3, device=CPU, dtype=torch.float64)
+    projection = random_map("stiefel", layout.size, 5, 3)
     source = FunctionalRows(working_copy(module), layout, projection)
     x, y = make_data("linear-mse", torch.float64, 5, seed=1)
     x[0] = torch.tensor([1e160, 0.0, 0.0, 0.0], dtype=torch.float64)
@@ -344,7 +331,7 @@ def test_the_way_batches_are_cut_does_not_matter():
 
 def test_an_empty_pass_is_refused():
     with pytest.raises(ValueError, match="empty"):
-        clipped_sums(rows_of("mlp-ce", torch.float64), CrossEntropy(), [], max_grad_norm=1.0, max_curvature=1.0)
+        sums_of(rows_of("mlp-ce", torch.float64), CrossEntropy(), [], max_grad_norm=1.0, max_curvature=1.0)
 
 
 # --- Wrong ways to clip must be noticed ------------------------------------------------------------------------------
@@ -428,7 +415,7 @@ def _parts_without_projection():
     torch.manual_seed(11)
     module = working_copy(CASES["linear-mse"][0]().double())
     layout = Layout.of(module)
-    return module, layout, make_projection("stiefel", layout.size, None, 0, device=CPU, dtype=torch.float64)
+    return module, layout, random_map("full", layout.size, None)
 
 
 def test_a_record_that_is_not_masked_is_noticed(monkeypatch):
@@ -446,448 +433,6 @@ def test_a_record_that_is_not_masked_is_noticed(monkeypatch):
         check_neighbours(rows_of("linear-mse", torch.float64), MeanSquaredError(), x, y, 2, torch.float64)
 
 
-# --- Sensitivity -----------------------------------------------------------------------------------------------------
-
-R, G = 0.7, 1.3
-GENERAL = {0.3: 1.83993, 1.0: 2.00367, 2.0: 2.36425, 5.0: 3.64162}
-PARALLEL = {0.3: 1.82, 1.0: 1.82, 2.0: 2.0475, 5.0: 3.276}
-
-
-def sensitivity(ratio, *, parallel=False, adjacency="add_remove"):
-    """Bounds with R·C_H/C_g equal to ``ratio``."""
-    return Sensitivity(G, ratio * G / R, parallel, adjacency)
-
-
-@pytest.mark.parametrize("ratio", GENERAL)
-def test_width_in_closed_form(ratio):
-    assert sensitivity(ratio).width(R) == pytest.approx(GENERAL[ratio], abs=5.1e-6)
-    assert sensitivity(ratio, parallel=True).width(R) == pytest.approx(PARALLEL[ratio], abs=1e-12)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    radius=st.floats(1e-3, 1e3),
-    max_grad_norm=st.floats(1e-3, 1e3),
-    max_curvature=st.floats(0, 1e3),
-)
-def test_widths_are_in_order(radius, max_grad_norm, max_curvature):
-    """2RC_g ≤ W₁ ≤ W* ≤ 2RC_g + ½R²C_H."""
-    floor = 2 * radius * max_grad_norm
-    ceiling = floor + 0.5 * radius**2 * max_curvature
-    narrow, wide = (Sensitivity(max_grad_norm, max_curvature, p, "add_remove").width(radius) for p in (True, False))
-    assert floor * (1 - 1e-12) <= narrow <= wide * (1 + 1e-12)
-    assert wide <= ceiling * (1 + 1e-12)
-
-
-def test_width_without_curvature_is_that_of_the_gradient():
-    for parallel in (True, False):
-        assert Sensitivity(G, 0.0, parallel, "add_remove").width(R) == pytest.approx(2 * R * G, rel=1e-15)
-
-
-def _unit(v):
-    return v / max(np.linalg.norm(v), 1e-12)
-
-
-def _inside(v, radius):
-    return radius * v / max(1.0, np.linalg.norm(v))
-
-
-def _gain_general(v, k, max_curvature):
-    """u(ξ) − u(η) for g, H, ξ, η read off a vector of free numbers, all within the bounds."""
-    g = _inside(v[:k], G)
-    factor = v[k : k + k * k].reshape(k, k)
-    h = factor @ factor.T
-    h = h * max_curvature / max(np.linalg.norm(h, 2), 1.0)
-    xi, eta = _inside(v[-2 * k : -k], R), _inside(v[-k:], R)
-    return (-xi @ g - 0.5 * xi @ h @ xi) - (-eta @ g - 0.5 * eta @ h @ eta)
-
-
-def _gain_parallel(v, k, max_curvature):
-    """The same where g is parallel to the only row of B."""
-    direction = _unit(v[:k])
-    g = G * math.tanh(v[k]) * direction
-    h = max_curvature * math.tanh(v[k + 1]) ** 2 * np.outer(direction, direction)
-    xi, eta = _inside(v[-2 * k : -k], R), _inside(v[-k:], R)
-    return (-xi @ g - 0.5 * xi @ h @ xi) - (-eta @ g - 0.5 * eta @ h @ eta)
-
-
-def _greatest(gain, size, k, max_curvature, seed):
-    """Greatest gain over random points and local searches."""
-    random = np.random.default_rng(seed)
-    starts = 2.0 * random.standard_normal((4000, size))
-    values = np.array([gain(v, k, max_curvature) for v in starts])
-    best = values.max()
-    for start in starts[np.argsort(values)[-6:]]:
-        found = minimize(lambda v: -gain(v, k, max_curvature), start, method="Powell", options={"maxiter": 200})
-        best = max(best, -found.fun)
-    return best
-
-
-@pytest.mark.parametrize("k", [2, 3])
-@pytest.mark.parametrize("ratio", GENERAL)
-def test_width_is_the_least_upper_bound(ratio, k):
-    bounds = sensitivity(ratio)
-    best = _greatest(_gain_general, 3 * k + k * k, k, bounds.max_curvature, seed=k)
-    assert 0.999 * bounds.width(R) < best <= bounds.width(R) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("ratio", PARALLEL)
-def test_parallel_width_is_the_least_upper_bound(ratio, k):
-    bounds = sensitivity(ratio, parallel=True)
-    best = _greatest(_gain_parallel, 3 * k + 2, k, bounds.max_curvature, seed=k)
-    assert 0.999 * bounds.width(R) < best <= bounds.width(R) * (1 + 1e-9)
-
-
-def test_the_parallel_width_would_be_too_small_in_general():
-    """The search must be able to tell the two widths apart."""
-    best = _greatest(_gain_general, 10, 2, sensitivity(2.0).max_curvature, seed=0)
-    assert best > 1.1 * sensitivity(2.0, parallel=True).width(R)
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("ratio", GENERAL)
-def test_replacing_a_record_costs_twice(ratio, parallel):
-    once = sensitivity(ratio, parallel=parallel).width(R)
-    assert sensitivity(ratio, parallel=parallel, adjacency="replace_one").width(R) == pytest.approx(2 * once, rel=1e-15)
-
-
-def test_lipschitz_constants():
-    assert sensitivity(2.0).lipschitz(R) == pytest.approx(G + 2.0 * G, rel=1e-14)
-    assert sensitivity(2.0, adjacency="replace_one").lipschitz(R) == pytest.approx(2 * G + 2.0 * G, rel=1e-14)
-    assert Sensitivity(G, 0.0, False, "add_remove").lipschitz(R) == G
-
-
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-def test_lipschitz_constant_bounds_every_slope(adjacency):
-    """|∇(change of Σu)| = |g + Hξ| on the ball, for one record or for the difference of two."""
-    random = np.random.default_rng(0)
-    bounds = sensitivity(2.0, adjacency=adjacency)
-    worst = 0.0
-    for _ in range(3000):
-        slope = np.zeros(3)
-        xi = _inside(random.standard_normal(3) * 3, R)
-        for sign in (1, -1) if adjacency == "replace_one" else (1,):
-            factor = random.standard_normal((3, random.integers(1, 4)))
-            h = factor @ factor.T
-            # Half of the time the record that pushes hardest along ξ.
-            g = G * sign * _unit(xi) if random.random() < 0.5 else _inside(random.standard_normal(3) * 3, G)
-            h = np.outer(xi, xi) if sign > 0 and random.random() < 0.5 else h
-            slope += sign * (g + bounds.max_curvature * h / np.linalg.norm(h, 2) @ xi * (sign > 0))
-        worst = max(worst, float(np.linalg.norm(slope)))
-    assert 0.99 * bounds.lipschitz(R) < worst <= bounds.lipschitz(R) * (1 + 1e-12)
-
-
-# --- Joint clipping --------------------------------------------------------------------------------------------------
-
-
 def _records(gradients, factors, *, parallel=False):
     """A batch of records as a pass makes them, from g (B, k) and B (B, q, k)."""
     return clipping._finite_only(torch.as_tensor(gradients), torch.as_tensor(factors), parallel=parallel)
-
-
-def _jointly_clipped(g, b, bound, radius, *, parallel=False):
-    """One record's g and H as they enter the sums."""
-    adder = ClippedAdder(bound, 4 * bound / radius, radius)
-    adder.add(_records(g[None], b[None], parallel=parallel))
-    found = adder.result()
-    return found.gradient.numpy(), found.curvature.numpy()
-
-
-def _utility(points, g, h):
-    """u(ξ) = −ξᵀg − ½ξᵀHξ of one record at rows ξ."""
-    return -points @ g - 0.5 * np.einsum("ni,ij,nj->n", points, h, points)
-
-
-def _ball(random, count, dim, radius):
-    """Points of the ball, half of them on the sphere."""
-    points = random.standard_normal((count, dim))
-    points /= np.linalg.norm(points, axis=1, keepdims=True)
-    points[: count // 2] *= random.uniform(0, 1, (count // 2, 1)) ** (1 / dim)
-    return radius * points
-
-
-RECORD = st.tuples(
-    st.integers(1, 4),  # k
-    st.integers(1, 3),  # rows of B
-    st.floats(-8, 8),  # the gradient's order of magnitude
-    st.floats(-8, 8),  # that of B
-    st.integers(0, 2**32 - 1),
-)
-SCALES = st.floats(1e-3, 1e3)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(RECORD, SCALES, SCALES, st.booleans())
-def test_a_jointly_clipped_record_moves_the_utility_by_its_bound(record, bound, radius, parallel):
-    """max u − min u ≤ 2RC_g over the ball, whatever the record; and its slope is at most 4C_g."""
-    k, rows, order_g, order_b, seed = record
-    random = np.random.default_rng(seed)
-    if parallel:
-        b = 10.0**order_b * random.standard_normal((1, k))
-        g = 10.0**order_g * random.standard_normal() * b[0] / np.linalg.norm(b)
-    else:
-        g, b = 10.0**order_g * random.standard_normal(k), 10.0**order_b * random.standard_normal((rows, k))
-    g, h = _jointly_clipped(g, b, bound, radius, parallel=parallel)
-    values, vectors = np.linalg.eigh(h)
-    assert values[0] >= -1e-12 * max(values[-1], 1e-300)
-    # Besides points at random those at which g and the eigenvectors are steepest.
-    steep = np.concatenate([vectors.T, [g / max(np.linalg.norm(g), 1e-300)]]) * radius
-    points = np.concatenate([_ball(random, 2000, k, radius), steep, -steep, np.zeros((1, k))])
-    utility = _utility(points, g, h)
-    assert np.ptp(utility) <= 2 * radius * bound * (1 + 1e-9)
-    slopes = np.linalg.norm(g + points @ h, axis=1)
-    assert slopes.max() <= 4 * bound * (1 + 1e-9)
-    assert np.linalg.norm(h, 2) <= 4 * bound / radius * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0, 1e6])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0, 2.0, 5.0, 100.0])
-def test_joint_clipping_reaches_its_bound(ratio, scale):
-    """The record and the two points between which the utility changes most: W is 2RC_g, unless it was less before."""
-    c_h = ratio * G / R
-    x = ratio / (1 + math.sqrt(1 + 2 * ratio**2))
-    d, s = 2 * R * math.sqrt(1 - x * x) * np.array([1.0, 0.0]), 2 * R * x * np.array([0.0, 1.0])
-    v = np.array([[1.0, -1.0]]) / math.sqrt(2)
-    raw = float(utility_width(*torch.tensor([G, c_h], dtype=torch.float64), R, parallel=False))
-    factor = scale * 2 * R * G / raw  # 1: just within the bound
-    g, h = _jointly_clipped(-factor * G * np.array([1.0, 0.0]), math.sqrt(factor * c_h) * v, G, R)
-    best, worst = (s + d) / 2, (s - d) / 2
-    gain = np.subtract(*_utility(np.stack([best, worst]), g, h))
-    assert gain == pytest.approx(2 * R * G * min(1.0, scale), rel=1e-9)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 3.0, 100.0])
-def test_joint_clipping_reaches_its_bound_where_only_one_row_matters(ratio):
-    direction = np.array([0.6, -0.8])
-    b = math.sqrt(1e3 * ratio * G / R) * direction[None]
-    g, h = _jointly_clipped(1e3 * G * direction, b, G, R, parallel=True)
-    line = np.linspace(-R, R, 200_001)[:, None] * direction
-    assert np.ptp(_utility(line, g, h)) == pytest.approx(2 * R * G, rel=1e-8)
-    # The general width would have clipped harder than needed.
-    if ratio > 0:
-        tighter = _jointly_clipped(1e3 * G * direction, b, G, R)[0]
-        assert np.linalg.norm(tighter) < np.linalg.norm(g) * (1 - 1e-3)
-
-
-def test_the_slope_after_joint_clipping_has_no_smaller_bound():
-    """Largest for a record without gradient; 3.5C_g would be too little, 4C_g never is."""
-    steepest = []
-    for ratio in [0.0, *np.logspace(-3, 6, 200)]:
-        for general in (True, False):
-            b = np.array([[math.sqrt(1e3 * ratio), 0.0]])
-            g, h = _jointly_clipped(1e3 * np.array([1.0, 0.0]), b, G, R, parallel=not general)
-            steepest.append(np.linalg.norm(g) + R * np.linalg.norm(h, 2))
-    bounds = Sensitivity(G, 4 * G / R, False, "add_remove", joint_radius=R)
-    assert bounds.lipschitz(R) == 4 * G
-    assert max(steepest) <= bounds.lipschitz(R) * (1 + 1e-12)
-    assert max(steepest) > 3.999 * G
-    assert sum(slope > 3.5 * G for slope in steepest) > 20
-    g, h = _jointly_clipped(np.zeros(2), np.array([[1e3, 0.0]]), G, R)
-    assert np.linalg.norm(h @ np.array([R, 0.0])) == pytest.approx(4 * G, rel=1e-12)
-
-
-def test_joint_sensitivity():
-    once, twice = (Sensitivity(G, 4 * G / R, False, adjacency, joint_radius=R) for adjacency in clipping.ADJACENCIES)
-    assert (once.width(R), twice.width(R)) == (2 * R * G, 4 * R * G)
-    assert (once.lipschitz(R), twice.lipschitz(R)) == (4 * G, 8 * G)
-    for bounds in (once, twice):
-        for measure in (bounds.width, bounds.lipschitz):
-            with pytest.raises(
-                ValueError, match=rf"radius=0\.6 is not the {R} for which these statistics were clipped"
-            ):
-                measure(0.6)
-    # Separate bounds as large would be wider by far.
-    assert Sensitivity(G, 4 * G / R, False, "add_remove").width(R) > 1.5 * once.width(R)
-
-
-@pytest.mark.parametrize("case", CASES)
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(drawn=neighbours())
-def test_one_record_moves_jointly_clipped_sums_by_one_records_worth(case, drawn):
-    """Through the network: the change of the sums is a record's quadratic no wider than 2RC_g."""
-    dtype, criterion = torch.float64, CASES[case][1]
-    x, y = make_data(case, dtype, drawn["n"], drawn["seed"], drawn["scale"])
-    contents = CLASSES if case == "mlp-ce" else TARGETS
-    x, y = plant(x, y, drawn["position"], drawn["input"], contents[drawn["target"] % len(contents)])
-    kept = torch.arange(drawn["n"]) != drawn["position"]
-    options = {"batch_size": drawn["batch_size"], "physical": drawn["physical"], "joint_radius": R}
-    options |= {"max_curvature": 4 * C_G / R}
-    larger = one_pass(rows_of(case, dtype), criterion, x, y, **options)
-    smaller = one_pass(rows_of(case, dtype), criterion, x[kept], y[kept], **options)
-    assert larger.joint_radius == R
-    change_g, change_h = (larger.gradient - smaller.gradient).numpy(), (larger.curvature - smaller.curvature).numpy()
-    points = _ball(np.random.default_rng(drawn["seed"]), 2000, 5, R)
-    assert np.ptp(_utility(points, change_g, change_h)) <= 2 * R * C_G * (1 + SLACK)
-    assert np.linalg.norm(change_g + points @ change_h, axis=1).max() <= 4 * C_G * (1 + SLACK)
-    assert np.linalg.eigvalsh(change_h)[0] >= -1e-9 * 4 * C_G / R
-
-
-def test_joint_clipping_that_forgets_the_curvature_is_noticed(monkeypatch):
-    """Scaling by the gradient alone leaves records whose curvature moves the utility further."""
-    monkeypatch.setattr(RecordQuadratics, "joint_norms", lambda self, radius: self.gradient_norms)
-    g, h = _jointly_clipped(np.array([1e-3, 0.0]), np.array([[0.0, 1e3]]), G, R)
-    points = _ball(np.random.default_rng(0), 2000, 2, R)
-    assert np.ptp(_utility(points, g, h)) > 2 * R * G
-
-
-def test_records_within_the_joint_bound_are_not_changed():
-    x, y = make_data("mlp-ce", torch.float64, 7, seed=4)
-    source = rows_of("mlp-ce", torch.float64)
-    plain = one_pass(source, CrossEntropy(), x, y, max_grad_norm=1e6, max_curvature=1e6)
-    joint = one_pass(source, CrossEntropy(), x, y, max_grad_norm=1e6, max_curvature=1e6, joint_radius=R)
-    assert torch.equal(joint.gradient, plain.gradient)
-    assert torch.equal(joint.curvature, plain.curvature)
-
-
-def test_the_rank_of_one_records_curvature_is_public():
-    """At most the number of outputs, and k; none without curvature."""
-    for case, dim, rank in (("linear-mse", 5, 2), ("mlp-ce", 5, 3), ("mlp-bce", 5, 1), ("mlp-ce", 1, 1)):
-        x, y = make_data(case, torch.float64, 9, seed=1)
-        source = rows_of(case, torch.float64, dim=dim)
-        found = one_pass(source, CASES[case][1], x, y)
-        assert found.rank == rank
-        assert int(torch.linalg.matrix_rank(one_pass(source, CASES[case][1], x[:1], y[:1]).curvature)) <= rank
-        # Whatever the records hold.
-        assert one_pass(source, CASES[case][1], torch.full_like(x, math.nan), y).rank == rank
-        assert one_pass(source, CASES[case][1], x, y, max_curvature=0.0).rank == 0
-
-
-# --- Shapes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's outputs, its criterion, the subspace, and whether the narrow width is right."""
-
-    outputs: int
-    criterion: object
-    dim: int | None
-    parallel: bool
-
-
-SHAPES = {
-    "one output": Shape(1, nn.MSELoss(), 5, True),
-    "one logit": Shape(1, nn.BCEWithLogitsLoss(), 5, True),
-    "one output, any loss": Shape(1, nn.HuberLoss(delta=100.0), 5, True),
-    "two classes": Shape(2, nn.CrossEntropyLoss(), 5, True),
-    "k = 1": Shape(2, nn.MSELoss(), 1, True),
-    "k = 1, three classes": Shape(3, nn.CrossEntropyLoss(), 1, True),
-    "two outputs": Shape(2, nn.MSELoss(), 5, False),
-    "two logits": Shape(2, nn.BCEWithLogitsLoss(), 5, False),
-    "three classes": Shape(3, nn.CrossEntropyLoss(), 5, False),
-    "two outputs, any loss": Shape(2, nn.HuberLoss(delta=100.0), 5, False),
-    "two outputs, full space": Shape(2, nn.MSELoss(), None, False),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_which_shapes_have_the_narrow_width(name):
-    shape = SHAPES[name]
-    torch.manual_seed(0)
-    module = working_copy(nn.Linear(FEATURES, shape.outputs).double())
-    layout = Layout.of(module)
-    projection = make_projection("stiefel", layout.size, shape.dim, 1, device=CPU, dtype=torch.float64)
-    source = hooks_for(module, layout, projection, torch.zeros(1, FEATURES, dtype=torch.float64))
-    x = torch.randn(6, FEATURES, dtype=torch.float64)
-    integer = isinstance(shape.criterion, nn.CrossEntropyLoss)
-    y = torch.arange(6) % shape.outputs if integer else torch.rand(6, shape.outputs, dtype=torch.float64)
-    criterion = make_criterion(shape.criterion, y)
-    found = one_pass(source, criterion, x, y)
-    assert found.parallel is shape.parallel
-    assert found.sensitivity("add_remove") == Sensitivity(C_G, C_H, shape.parallel, "add_remove")
-    # The claim itself: every record's curvature is a multiple of ggᵀ, or not.
-    records = clipping.record_quadratics(source, criterion, x, y, curvature=True)
-    for g, b in zip(records.gradients, records.factors, strict=True):
-        h, unit = b.T @ b, g / torch.linalg.vector_norm(g)
-        along = torch.outer(unit, unit) * torch.linalg.matrix_norm(h, 2)
-        assert bool(torch.allclose(h, along, rtol=1e-9, atol=1e-12)) is shape.parallel
-
-
-def _one_row(parallel):
-    """A batch of one record: its only row along the gradient, or two rows."""
-    rows = 3.0 * np.eye(2)[None, : 1 if parallel else 2]
-    return _records(rows[:, 0], rows, parallel=parallel)
-
-
-def _added(kinds, start=None):
-    adder = ClippedAdder(C_G, C_H, start=start)
-    for parallel in kinds:
-        adder.add(_one_row(parallel))
-    return adder.result()
-
-
-@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True), (False, False)])
-def test_one_batch_without_the_narrow_width_is_enough(kinds):
-    """The narrow width is right only if it is for every record, in whatever batch and part of the pass it is."""
-    first, second = kinds
-    parts = _added([first]), _added([second])
-    for found in (_added(kinds), _added([second], start=parts[0]), parts[0].plus(parts[1])):
-        assert found.parallel is (first and second)
-        assert found.rank == (1 if first and second else 2)
-        assert found.sensitivity("add_remove") == Sensitivity(C_G, C_H, first and second, "add_remove")
-    narrow, wide = (Sensitivity(C_G, C_H, parallel, "add_remove").width(10.0) for parallel in (True, False))
-    assert narrow < wide
-    assert _added([], start=parts[0]).parallel is first
-
-
-def test_a_model_whose_later_batches_have_more_outputs_has_the_wide_range():
-    """The same through a whole pass, whose batches have one output, two, and one again."""
-    narrow, wide = (rows_of(case, torch.float64) for case in ("mlp-bce", "linear-mse"))
-
-    class Both:
-        def __init__(self):
-            self.sources = iter((narrow, wide, narrow))
-
-        def outputs_and_pullback(self, inputs):
-            return next(self.sources).outputs_and_pullback(inputs)
-
-    x = make_data("linear-mse", torch.float64, 4, seed=1)[0]
-    batches = [(x, torch.zeros(4, outputs, dtype=torch.float64)) for outputs in (1, 2, 1)]
-    found = clipped_sums(Both(), MeanSquaredError(), batches, max_grad_norm=C_G, max_curvature=C_H)
-    assert found.parallel is False
-    assert found.rank == 2
-
-
-def test_sensitivity_wants_a_known_adjacency():
-    held = ClippedSums(torch.zeros(2), None, 1.0, 0.0, False)
-    with pytest.raises(ValueError, match="adjacency must be one of 'add_remove', 'replace_one', got 'add'"):
-        held.sensitivity("add")
-
-
-# --- The sums are not shown ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def private_sums():
-    """Sums whose every number is recognisable."""
-    return ClippedSums(torch.full((3,), 0.123456), torch.full((3, 3), 0.654321), 1.0, 2.0, False)
-
-
-def test_repr_holds_no_private_value(private_sums):
-    assert repr(private_sums) == "ClippedSums(dim=3, max_grad_norm=1.0, max_curvature=2.0, private values hidden)"
-    assert str(private_sums) == repr(private_sums)
-    assert "123" not in f"{private_sums}"
-
-
-def test_record_quadratics_hold_no_private_value_in_repr():
-    held = RecordQuadratics(*(torch.full((2, 2), 0.123456) for _ in range(4)), parallel=False)
-    assert "123" not in repr(held)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_is_refused(private_sums, protocol):
-    with pytest.raises(TypeError, match="private data"):
-        pickle.dumps(private_sums, protocol)
-
-
-@pytest.mark.parametrize("save", [copy.copy, copy.deepcopy, lambda s: torch.save(s, io.BytesIO())])
-def test_copying_and_saving_are_refused(private_sums, save):
-    with pytest.raises(TypeError, match="private data"):
-        save(private_sums)
-
-
-def test_sums_compare_by_identity(private_sums):
-    """Comparing values would answer questions about the data."""
-    twin = ClippedSums(private_sums.gradient, private_sums.curvature, 1.0, 2.0, False)
-    assert private_sums != twin

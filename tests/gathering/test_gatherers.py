@@ -10,23 +10,38 @@ from typing import Any
 import pytest
 import reference
 import torch
-from reference import CASE, CASES, LOSSES, Case, Quadratic, dense, error, targets_for
+from reference import (
+    CASE,
+    CASES,
+    CPU,
+    LOSSES,
+    Case,
+    Quadratic,
+    dense,
+    error,
+    orthonormal,
+    random_map,
+    sums_of,
+    targets_for,
+)
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from opacus_expm import ExpMQuadEngine, Statistics
+from opacus_expm import ExpMQuadEngine, Preconditioned, Statistics, Stiefel
 from opacus_expm.gathering import functional
-from opacus_expm.gathering.clipping import RowSource, clipped_sums, record_quadratics
+from opacus_expm.gathering.clipping import RowSource, record_quadratics
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.functional import FunctionalRows
 from opacus_expm.gathering.hooks import HooksCannotServe, hooks_for
-from opacus_expm.gathering.model import Layout, working_copy
-from opacus_expm.subspaces.projection import Preconditioned, Projection, PublicCurvature, Subspace, make_projection
+from opacus_expm.gathering.model import working_copy
+from opacus_expm.subspaces import Projection
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.preconditioned import PreconditionedMap, PublicCurvature
 
 COUNT = 5
 KINDS = ("stiefel", "sparse", "full")
-PUBLIC_KINDS = ("public", "preconditioned", "preconditioned-full")
+PUBLIC_KINDS = ("preconditioned-leading", "preconditioned", "preconditioned-full")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 SLOW_RULES = ("ignore:There is a performance drop", "ignore:An output with one or more elements was resized")
 
@@ -58,17 +73,11 @@ def some(inputs: Any, piece: slice) -> Any:
 def project(module: nn.Module, kind: str, dtype: torch.dtype = torch.float64) -> Projection:
     size = Layout.of(module).size
     if kind in PUBLIC_KINDS:
-        return project_publicly(size, kind).build(size, torch.device("cpu"), dtype)
-    dim = None if kind == "full" else min(7, size)
-    return make_projection("stiefel" if kind == "full" else kind, size, dim, 1, device=torch.device("cpu"), dtype=dtype)
-
-
-def project_publicly(size: int, kind: str) -> Subspace:
-    """A subspace with public curvature of rank 4, of which the eigenvectors alone, 9 dimensions, or all are used."""
-    vectors = torch.linalg.qr(torch.randn(size, 4, generator=torch.Generator().manual_seed(2)).double())[0]
-    curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), vectors)
-    dims = {"public": 4, "preconditioned": min(9, size), "preconditioned-full": None}
-    return Subspace(kind.removesuffix("-full"), dims[kind], 1, curvature, damping=0.5)
+        # Of a public curvature of rank 4, the eigenvectors alone, 9 dimensions, or all are used.
+        dims = {"preconditioned-leading": 4, "preconditioned": min(9, size), "preconditioned-full": None}
+        curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), orthonormal(size, 4, seed=2))
+        return Preconditioned(damping=0.5, seed=1, curvature=curvature).build(size, dims[kind], CPU, dtype)
+    return random_map(kind, size, min(7, size), 1, dtype)
 
 
 def row_source(gatherer: str, module: nn.Module, projection: Projection, inputs: Any) -> RowSource:
@@ -143,7 +152,7 @@ def loader(inputs: Any, targets: Tensor, stop_at: int | None = None) -> DataLoad
 
 
 def gather(module: nn.Module, data: DataLoader[Any], loss: str = "mse", **options: Any) -> Statistics:
-    chosen: dict[str, Any] = {"max_grad_norm": 0.5, "max_curvature": 0.5, "projection_seed": 1, **options}
+    chosen: dict[str, Any] = {"max_grad_norm": 0.5, "max_curvature": 0.5, "projection": Stiefel(seed=1), **options}
     return ExpMQuadEngine().gather(module, data, min(7, Layout.of(module).size), criterion=LOSSES[loss], **chosen)
 
 
@@ -185,7 +194,7 @@ def test_gatherer_agrees_with_the_twin(case: Case, gatherer: str, dtype: torch.d
 
             g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
             batches = in_two_batches(inputs, targets) if kind == "stiefel" else [(inputs, targets)]
-            sums = clipped_sums(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
+            sums = sums_of(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
             assert sums.curvature is not None
             assert error(sums.gradient, g) < tolerance, label
             assert error(sums.curvature, s) < tolerance, label
@@ -206,11 +215,11 @@ def test_gatherer_agrees_with_the_twin_through_public_curvature(case: Case, gath
         assert error(h, torch.stack([r.h for r in expected])) < 1e-8, kind
         g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
         batches = in_two_batches(inputs, targets)
-        sums = clipped_sums(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
+        sums = sums_of(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
         assert sums.curvature is not None
         assert error(sums.gradient, g) < 1e-8, kind
         assert error(sums.curvature, s) < 1e-8, kind
-        short = clipped_sums(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=0.0)
+        short = sums_of(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=0.0)
         assert error(short.gradient, g) < 1e-8, kind
 
 
@@ -220,10 +229,10 @@ def test_a_map_that_is_not_finished_is_noticed(gatherer: str) -> None:
     case, loss, kind = CASE["mlp"], "ce", "preconditioned"
     module, inputs, targets = case.model(), case.batch(COUNT), targets_for(loss, COUNT, case.outputs)
     projection = projection_of(case.name, torch.float64, kind)[0]
-    assert isinstance(projection, Preconditioned)
+    assert isinstance(projection, PreconditionedMap)
     source = row_source(gatherer, module, projection.base, inputs)
     expected, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, kind)
-    sums = clipped_sums(
+    sums = sums_of(
         source,
         make_criterion(LOSSES[loss], targets),
         [(inputs, targets)],
@@ -243,7 +252,7 @@ def test_without_curvature_the_gradient_is_the_same(case: Case, gatherer: str) -
     targets = targets_for(loss, COUNT, case.outputs)
     expected, max_grad_norm, _ = twin(case.name, torch.float64, loss, "stiefel")
     source = row_source(gatherer, module, project(module, "stiefel"), inputs)
-    sums = clipped_sums(
+    sums = sums_of(
         source,
         make_criterion(LOSSES[loss], targets),
         [(inputs, targets)],
@@ -279,7 +288,7 @@ def test_a_forgotten_parameter_is_noticed(name: str) -> None:
     g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
     for start in Layout.of(module).offsets:
         source = row_source("functorch", module, Forgetful(project(module, "stiefel"), start), inputs)
-        sums = clipped_sums(
+        sums = sums_of(
             source,
             make_criterion(LOSSES[loss], targets),
             [(inputs, targets)],
@@ -299,7 +308,7 @@ def test_a_wrong_projection_or_bound_is_noticed(gatherer: str) -> None:
     targets = targets_for(loss, COUNT, case.outputs)
     _, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, "stiefel")
     source = row_source(gatherer, module, projection, inputs)
-    sums = clipped_sums(
+    sums = sums_of(
         source,
         make_criterion(LOSSES[loss], targets),
         [(inputs, targets)],
@@ -362,7 +371,7 @@ def test_records_that_are_not_finite_add_nothing(gatherer: str, loss: str) -> No
     source = row_source(gatherer, module, projection, inputs)
     criterion = make_criterion(LOSSES[loss], targets)
 
-    sums = clipped_sums(source, criterion, in_two_batches(inputs, targets), max_grad_norm=0.4, max_curvature=0.3)
+    sums = sums_of(source, criterion, in_two_batches(inputs, targets), max_grad_norm=0.4, max_curvature=0.3)
     g, s = reference.clipped_sums(module, LOSSES[loss], inputs, targets, dense(projection), 0.4, 0.3)
     only, curvature_only = reference.clipped_sums(
         module, LOSSES[loss], inputs[sound], targets[sound], dense(projection), 0.4, 0.3
@@ -373,7 +382,7 @@ def test_records_that_are_not_finite_add_nothing(gatherer: str, loss: str) -> No
     assert error(sums.gradient, only) < 1e-8
     assert error(sums.curvature, curvature_only) < 1e-8
 
-    gradient_only = clipped_sums(source, criterion, [(inputs, targets)], max_grad_norm=0.4, max_curvature=0.0)
+    gradient_only = sums_of(source, criterion, [(inputs, targets)], max_grad_norm=0.4, max_curvature=0.0)
     assert error(gradient_only.gradient, only) < 1e-8
 
 
@@ -385,7 +394,7 @@ def test_a_huge_record_is_clipped(gatherer: str) -> None:
     targets = targets_for("mse", COUNT, case.outputs)
     projection = project(module, "stiefel", torch.float32)
     source = row_source(gatherer, module, projection, inputs)
-    sums = clipped_sums(
+    sums = sums_of(
         source, make_criterion(LOSSES["mse"], targets), [(inputs, targets)], max_grad_norm=0.4, max_curvature=0.3
     )
     g, s = reference.clipped_sums(module, LOSSES["mse"], inputs, targets, dense(projection), 0.4, 0.3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from reference import random_map
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     BertConfig,
@@ -17,9 +18,8 @@ from transformers import (
     default_data_collator,
 )
 
-from opacus_expm import ExpMQuadEngine
-from opacus_expm.gathering.model import Layout
-from opacus_expm.subspaces.projection import make_projection
+from opacus_expm import ExpMQuadEngine, Sparse
+from opacus_expm.subspaces.layout import Layout
 
 DIM, C_G, C_H = 6, 0.05, 0.01
 
@@ -100,13 +100,11 @@ def expected_sums(model, texts, projection):
 @pytest.mark.parametrize("build", [bert, distilbert, lora], ids=lambda b: b.__name__)
 def test_classifiers_agree_with_autograd(build, dtype):
     model, texts = build().to(dtype), Texts()
-    projection = make_projection(
-        "sparse", Layout.of(model).size, DIM, 5, device=torch.device("cpu"), dtype=torch.float64
-    )
+    projection = random_map("sparse", Layout.of(model).size, DIM, 5)
     expected_g, expected_s = expected_sums(model, texts, projection)
     found = ExpMQuadEngine().gather(
-        model, DataLoader(texts, batch_size=4), DIM, criterion=torch.nn.CrossEntropyLoss(), projection="sparse",
-        projection_seed=5, max_grad_norm=C_G, max_curvature=C_H, grad_sample_mode="hooks",
+        model, DataLoader(texts, batch_size=4), DIM, criterion=torch.nn.CrossEntropyLoss(), projection=Sparse(seed=5),
+        max_grad_norm=C_G, max_curvature=C_H, grad_sample_mode="hooks",
     ).sums  # fmt: skip
     tolerance = 1e-8 if dtype == torch.float64 else 1e-4
     assert (found.gradient - expected_g).abs().max() <= tolerance * expected_g.abs().max()
@@ -140,7 +138,7 @@ class Unpadded(Texts):
 
 
 def sums_of(loader):
-    options = {"criterion": torch.nn.CrossEntropyLoss(), "projection": "sparse", "projection_seed": 5}
+    options = {"criterion": torch.nn.CrossEntropyLoss(), "projection": Sparse(seed=5)}
     return ExpMQuadEngine().gather(bert(), loader, DIM, max_grad_norm=C_G, max_curvature=C_H, **options).sums
 
 

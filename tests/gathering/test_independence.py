@@ -217,7 +217,7 @@ def test_without_the_check_the_record_moves_more(model, value, monkeypatch):
 @pytest.mark.parametrize(("model", "value"), THROUGH_STATE, ids=lambda v: getattr(v, "__name__", ""))
 def test_without_putting_back_the_record_moves_more(model, value, monkeypatch):
     monkeypatch.setattr(
-        "opacus_expm.gathering.statistics.State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None)
+        "opacus_expm.gathering.rows.State", lambda *_: SimpleNamespace(changed=[], restore=lambda: None)
     )
     monkeypatch.setattr("opacus_expm.gathering.hooks.may_branch", lambda *_: False)
     for check in ("_probe", "check_mixing"):

@@ -1,5 +1,6 @@
 """Statistics gathered apart add up to those of the union; files are marked, safe to load and checked; passes resume."""
 
+import math
 import os
 import pickle
 import stat
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, Statistics
+from opacus_expm import ExpMQuadEngine, GradSampling, Preconditioned, Sparse, Statistics, Stiefel, paper
 from opacus_expm.gathering import files
 from opacus_expm.gathering.criteria import CrossEntropy, description, make_criterion
 from opacus_expm.gathering.files import MARK, PassFile, read_private, write_private
 
 RECORDS, FEATURES, DIM, BATCH = 23, 3, 4, 4
-GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection_seed": 0}
+GOOD = {"criterion": nn.MSELoss(), "max_grad_norm": 1.0, "max_curvature": 1.0, "projection": Stiefel(seed=0)}
 
 
 def make_model(shift=0.0):
@@ -80,9 +81,9 @@ def test_files_of_three_parts_serve_a_release(tmp_path):
     parts = [range(8), range(8, 9), range(9, RECORDS)]
     paths = [saved(gather(part), tmp_path / str(n)) for n, part in enumerate(parts)]
     first, *others = [Statistics.load_private(path, make_model()) for path in paths]
-    merged, engine = first.merge(*others), ExpMQuadEngine()
-    found = engine.release(merged, 1.0, 0.3, noise_generator=torch.Generator().manual_seed(1))
-    whole = ExpMQuadEngine().release(gather(), 1.0, 0.3, noise_generator=torch.Generator().manual_seed(1))
+    engine, other = (ExpMQuadEngine(noise_generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    found = engine.release(first.merge(*others), 1.0, 0.3)
+    whole = other.release(gather(), 1.0, 0.3)
     assert engine.get_epsilon() == 1.0
     assert engine.accountant.releases[0].nominal_size == RECORDS
     for a, b in zip(found.parameters(), whole.parameters(), strict=True):
@@ -91,14 +92,14 @@ def test_files_of_three_parts_serve_a_release(tmp_path):
 
 MISMATCHES = {
     "model": {"model": make_model(1e-9)},
-    "projection_seed": {"projection_seed": 1},
-    "projection": {"projection": "sparse"},
+    "projection's seed": {"projection": Stiefel(seed=1)},
+    "projection": {"projection": Sparse(seed=0)},
+    "projection's settings": {"projection": Stiefel(seed=0, denoise=True), "max_curvature": 0.0},
     "proj_dim": {"proj_dim": DIM - 1},
     "max_grad_norm": {"max_grad_norm": 1.5},
     "max_curvature": {"max_curvature": 0.0},
     "criterion": {"criterion": nn.MSELoss(reduction="sum")},
-    "curvature_samples": {"curvature_samples": 2},
-    "radius of joint clipping": {"clipping": "joint", "radius": 0.3, "max_curvature": None},
+    "probes": {"grad_sample_mode": GradSampling(probes=2)},
 }
 
 
@@ -122,12 +123,9 @@ def test_no_pass_counts_twice(tmp_path):
 
 def test_where_bounds_came_from_is_kept():
     """One part without a guarantee leaves the union without one."""
-    with pytest.warns(UserWarning, match="NOT differentially private"):
-        paper = gather(range(10), bounds="paper", max_grad_norm=None, max_curvature=None)
-    given = {"max_grad_norm": paper.sums.max_grad_norm, "max_curvature": paper.sums.max_curvature}
-    other = gather(range(10, RECORDS), **given)
+    marked, other = paper.read_off(gather(range(10))), gather(range(10, RECORDS))
     assert other.bounds == "given"
-    assert paper.merge(other).bounds == other.merge(paper).bounds == "paper"
+    assert marked.merge(other).bounds == other.merge(marked).bounds == "paper"
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------
@@ -140,10 +138,12 @@ def test_where_bounds_came_from_is_kept():
         ({"projection": "sparse"}, DIM),
         ({}, None),
         ({"max_curvature": 0.0}, DIM),
-        ({"projection": "preconditioned", "public_loader": loader(), "public_rank": 5}, None),
-        ({"projection": "public", "public_loader": loader()}, DIM),
-        ({"projection": "public", "public_loader": loader(), "parameter_scales": {"0.bias": 3.0}}, DIM),
-        ({"clipping": "joint", "radius": 0.3, "max_curvature": None}, DIM),
+        ({"projection": Stiefel(), "max_curvature": 0.0}, DIM),
+        ({"projection": Sparse(denoise=True), "max_curvature": 0.0}, None),
+        ({"projection": Preconditioned(rank=5), "public_loader": loader()}, None),
+        ({"projection": Preconditioned(temperature=math.inf), "public_loader": loader()}, DIM),
+        ({"projection": Preconditioned(rank=3, seed=7), "public_loader": loader()}, 9),
+        ({"projection": Preconditioned(scales={"0.bias": 3.0}), "public_loader": loader()}, DIM),
     ],
 )
 def test_a_file_gives_back_what_was_saved(tmp_path, options, proj_dim):
@@ -199,10 +199,10 @@ def rewritten(path, **changes):
 
 
 DAMAGES = {
-    "other seed": ({"subspace__seed": 1, "configuration__projection_seed": 1}, "seed does not give the projection"),
-    "another seed than said": ({"configuration__projection_seed": 1}, "do not fit together"),
+    "other seed": ({"subspace__seed": 1, "configuration__projection's seed": 1}, "seed does not give the projection"),
+    "another seed than said": ({"configuration__projection's seed": 1}, "do not fit together"),
     "other kind": ({"subspace__kind": "sparse"}, "seed does not give the projection"),
-    "unknown kind": ({"subspace__kind": "magic"}, "projection must be one of"),
+    "unknown kind": ({"subspace__kind": "magic"}, "this is no projection"),
     "looser bound than said": ({"sums__max_grad_norm": 0.5}, "do not fit together"),
     "no bound": ({"sums__max_grad_norm": 0.0}, "max_grad_norm must be greater than 0"),
     "short": ({"sums__numbers": torch.zeros(DIM + 3, dtype=torch.float64)}, "these are no sums"),
@@ -349,10 +349,10 @@ def test_the_state_is_kept_once_in_a_while(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("projection_seed", {"projection_seed": 1}),
+        ("projection", {"projection": Stiefel(seed=1)}),
         ("max_grad_norm", {"max_grad_norm": 2.0}),
         ("criterion", {"criterion": nn.MSELoss(reduction="sum")}),
-        ("curvature_samples", {"curvature_samples": 2}),
+        ("grad_sample_mode", {"grad_sample_mode": GradSampling(probes=2)}),
     ],
 )
 def test_the_state_of_another_pass_is_refused_and_kept(tmp_path, name, changes):
@@ -372,7 +372,7 @@ def test_the_state_of_another_pass_is_refused_and_kept(tmp_path, name, changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"projection_seed": None}, "projection_seed must be given with private_checkpoint"),
+        ({"projection": Stiefel()}, "projection must have a seed with private_checkpoint"),
         ({"max_grad_norm": None, "epsilon": 1.0}, "cannot keep a pass that buys its bounds"),
         ({"loader": DataLoader(Stream(), batch_size=BATCH), "nominal_size": 20}, "cannot be divided .* or resumed"),
     ],

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import random_map, sums_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, GradSampling, Stiefel
 from opacus_expm.gathering import clipping
-from opacus_expm.gathering.clipping import clipped_sums, record_quadratics
+from opacus_expm.gathering.clipping import record_quadratics
 from opacus_expm.gathering.criteria import CrossEntropy
 from opacus_expm.gathering.functional import FunctionalRows
 from opacus_expm.gathering.hooks import hooks_for
-from opacus_expm.gathering.model import Layout, working_copy
-from opacus_expm.subspaces.projection import make_projection
+from opacus_expm.gathering.model import working_copy
+from opacus_expm.subspaces.layout import Layout
 
-CPU = torch.device("cpu")
-OPTIONS = {"projection_seed": 3, "max_grad_norm": 0.5, "max_curvature": 0.3}
+OPTIONS = {"projection": Stiefel(seed=3), "max_grad_norm": 0.5, "max_curvature": 0.3}
 
 
 def gather(model, dataset, dim=6, *, batch_size=8, criterion=None, **options):
@@ -88,7 +88,7 @@ def test_records_on_a_kink_do_not_move_when_another_leaves():
 def _source(model, dataset, dim=4):
     working = working_copy(model)
     layout = Layout.of(working)
-    projection = make_projection("stiefel", layout.size, dim, 0, device=CPU, dtype=torch.float64)
+    projection = random_map("stiefel", layout.size, dim)
     return hooks_for(working, layout, projection, dataset.tensors[0][:1])
 
 
@@ -102,7 +102,7 @@ def test_sampled_curvature_converges_to_the_exact_one():
     exact = record_quadratics(source, CrossEntropy(), x, y, curvature=True)
     errors = {}
     for samples in (4, 64, 4096):
-        sampled = record_quadratics(source, CrossEntropy(), x, y, curvature=True, curvature_samples=samples)
+        sampled = record_quadratics(source, CrossEntropy(), x, y, curvature=True, probes=samples)
         torch.testing.assert_close(sampled.gradients, exact.gradients, rtol=1e-10, atol=1e-12)
         errors[samples] = float((_curvature(sampled) - _curvature(exact)).norm() / _curvature(exact).norm())
     # The error falls like 1/√s: from 4 to 4096 probes by about 32, and a biased estimate would stay.
@@ -115,7 +115,7 @@ def test_a_biased_probe_would_be_noticed(monkeypatch):
     model, dataset = small_task()
     source, (x, y) = _source(model, dataset), dataset.tensors
     exact = record_quadratics(source, CrossEntropy(), x, y, curvature=True)
-    sampled = record_quadratics(source, CrossEntropy(), x, y, curvature=True, curvature_samples=512)
+    sampled = record_quadratics(source, CrossEntropy(), x, y, curvature=True, probes=512)
     assert (_curvature(sampled) - _curvature(exact)).norm() > 0.1 * _curvature(exact).norm()
 
 
@@ -123,7 +123,7 @@ def test_sampled_curvature_is_clipped_and_semidefinite():
     model, dataset = small_task(n=1)
     x, y = dataset.tensors
     source = _source(model, dataset)
-    found = clipped_sums(source, CrossEntropy(), [(x, y)], max_grad_norm=1e-3, max_curvature=1e-4, curvature_samples=2)
+    found = sums_of(source, CrossEntropy(), [(x, y)], max_grad_norm=1e-3, max_curvature=1e-4, probes=2)
     assert found.gradient.norm() == pytest.approx(1e-3, rel=1e-9)
     eigenvalues = torch.linalg.eigvalsh(found.curvature)
     assert eigenvalues[-1] == pytest.approx(1e-4, rel=1e-9)
@@ -156,10 +156,13 @@ def test_exact_up_to_64_outputs_and_8_probes_beyond(outputs, backward_passes):
     assert asked == [backward_passes]
 
 
-def test_curvature_samples_must_be_positive():
-    model, dataset = small_task()
-    with pytest.raises(ValueError, match="curvature_samples must be a positive integer, got 0"):
-        gather(model, dataset, curvature_samples=0)
+def test_the_number_of_probes_reaches_the_pass():
+    """One record's curvature has no more rows than probes."""
+    model, dataset = small_task(n=1)
+    for probes in (1, 2):
+        found = gather(model, dataset, grad_sample_mode=GradSampling(probes=probes))
+        assert found.rank == probes
+        assert 1 <= int(torch.linalg.matrix_rank(found.curvature)) <= probes
 
 
 # --- sequences ------------------------------------------------------------------------------------------------------
@@ -196,13 +199,13 @@ def test_a_sequence_is_one_record(mode):
     tokens, labels = tagged()
     working = working_copy(model)
     layout = Layout.of(working)
-    projection = make_projection("sparse", layout.size, 7, 0, device=CPU, dtype=torch.float64)
+    projection = random_map("sparse", layout.size, 7)
     source = (
         hooks_for(working, layout, projection, tokens[:1])
         if mode == "hooks"
         else FunctionalRows(working, layout, projection)
     )
-    found = record_quadratics(source, CrossEntropy(), tokens, labels, curvature=True, curvature_samples=3000)
+    found = record_quadratics(source, CrossEntropy(), tokens, labels, curvature=True, probes=3000)
     for i in range(len(tokens)):
         loss = F.cross_entropy(model(tokens[i : i + 1])[0], labels[i])
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
@@ -334,7 +337,7 @@ def test_what_vmap_cannot_run_is_run_one_by_one():
 def _clipped(model, x, y):
     """One record's projected, clipped gradient by plain autograd."""
     layout = Layout.of(model)
-    projection = make_projection("stiefel", layout.size, 6, 3, device=CPU, dtype=torch.float64)
+    projection = random_map("stiefel", layout.size, 6, 3)
     gradient = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     projected = torch.zeros(1, 6, dtype=torch.float64)
     projection.add_projected(projected, torch.cat([g.flatten() for g in gradient])[None], 0)

@@ -4,16 +4,17 @@ import tracemalloc
 
 import pytest
 import torch
+from reference import CPU, random_map
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opacus_expm.gathering import layers
 from opacus_expm.gathering.hooks import hooks_for
-from opacus_expm.gathering.model import Layout, working_copy
-from opacus_expm.subspaces.projection import Sparse, make_projection
-
-CPU = torch.device("cpu")
+from opacus_expm.gathering.model import working_copy
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.sparse import SparseMap
+from opacus_expm.subspaces.stiefel import Columns
 
 
 class Encoder(nn.Module):
@@ -59,7 +60,7 @@ def rows_of(model, ids, cotangents, dim, kind="sparse"):
     module = working_copy(model)
     layout = Layout.of(module)
     dtype = next(module.parameters()).dtype
-    projection = make_projection(kind, layout.size, dim, 0, device=CPU, dtype=dtype)
+    projection = random_map(kind, layout.size, dim, 0, dtype)
     source = hooks_for(module, layout, projection, ids[:1])
     with Largest() as largest:
         rows = source.outputs_and_pullback(ids)[1](cotangents)
@@ -74,7 +75,7 @@ def test_pieces_give_the_rows_of_the_whole_batch(kind, elements, monkeypatch):
     ids, cotangents = torch.randint(11, (7, 6)), torch.randn(7, 2, 3, dtype=torch.float64)
     whole, _, _ = rows_of(model, ids, cotangents, 9, kind)
     monkeypatch.setattr(layers, "_PIECE_ELEMENTS", elements)
-    monkeypatch.setattr(layers, "_DENSE_RECORDS", 2)
+    monkeypatch.setattr(Columns, "least_records", 2)
     pieces, _, _ = rows_of(model, ids, cotangents, 9, kind)
     assert (pieces - whole).abs().max() <= 1e-13 * whole.abs().max()
     alone = torch.cat([rows_of(model, ids[[i]], cotangents[[i]], 9, kind)[0] for i in (0, 6)])
@@ -91,7 +92,7 @@ def test_no_tensor_of_a_pass_has_the_size_of_batch_times_parameters(monkeypatch)
     parameters = projection.size
     assert parameters > 480_000
     assert streamed <= parameters  # views of A's buckets; everything else is smaller by far
-    monkeypatch.setattr(Sparse, "add_looked_up", dense_table)
+    monkeypatch.setattr(SparseMap, "add_looked_up", dense_table)
     built, tables, _ = rows_of(model, ids, cotangents, 50)
     assert tables >= 24 * 480_000  # the measure sees a table that is built
     assert (rows - built).abs().max() <= 1e-5 * rows.abs().max()
@@ -107,16 +108,16 @@ def test_the_map_comes_back_from_its_seed_and_is_made_in_16_bytes_a_coordinate()
     size = 300_001
     tracemalloc.start()  # which sees numpy's arrays; torch's own, 4 bytes a coordinate, come after the largest are gone
     try:
-        first = Sparse.generate(size, 700, 3, CPU, torch.float32)
+        first = SparseMap.generate(size, 700, 3, CPU, torch.float32)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak <= 16.5 * size
     assert first.bucket.nbytes + first.weight.nbytes == 8 * size
-    again = Sparse.generate(size, 700, 3, CPU, torch.float32)
+    again = SparseMap.generate(size, 700, 3, CPU, torch.float32)
     assert torch.equal(first.bucket, again.bucket)
     assert torch.equal(first.weight, again.weight)
-    assert not torch.equal(first.bucket, Sparse.generate(size, 700, 4, CPU, torch.float32).bucket)
+    assert not torch.equal(first.bucket, SparseMap.generate(size, 700, 4, CPU, torch.float32).bucket)
     counts = torch.bincount(first.bucket, minlength=700)
     assert counts.max() - counts.min() <= 1
     assert torch.allclose(first.weight.abs(), counts[first.bucket].float().rsqrt(), rtol=1e-6, atol=0)

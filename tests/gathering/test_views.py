@@ -9,7 +9,7 @@ from reference import dense, gradient_and_hessian, output_and_jacobian_of_each, 
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Candidate, ExpMQuadEngine, audit, suggest
+from opacus_expm import Candidate, ExpMQuadEngine, GradSampling, Stiefel, audit, suggest
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import EachView, pixel_shifts, with_own_views, with_views
 from opacus_expm.suggestion import default_candidates
@@ -36,7 +36,7 @@ def problem(loss="cross-entropy", records=RECORDS):
 
 
 def gather(model, x, y, views=three, loss="cross-entropy", **changes):
-    options = {"max_grad_norm": 1e6, "max_curvature": 0.0, "projection_seed": 0, **changes}
+    options = {"max_grad_norm": 1e6, "max_curvature": 0.0, "projection": Stiefel(seed=0), **changes}
     loader = DataLoader(TensorDataset(x, y), batch_size=4)
     return ExpMQuadEngine().gather(model, loader, DIM, criterion=LOSSES[loss], views=views, **options)
 
@@ -146,7 +146,7 @@ def test_one_record_moves_the_sums_by_one_records_worth_whatever_its_views(huge)
 def test_curvature_is_the_mean_over_views_on_average():
     """Probed, as for sequences: the mean over many passes is JᵀLJ, averaged over the views; its sum is something else."""
     model, x, y = problem()
-    sums = [gather(model, x, y, max_curvature=1e6, curvature_samples=64) for _ in range(40)]
+    sums = [gather(model, x, y, max_curvature=1e6, grad_sample_mode=GradSampling(probes=64)) for _ in range(40)]
     expected = sum(h for _, h in by_hand(sums[0], model, x, y, three, "cross-entropy"))
     found = torch.stack([s.sums.curvature for s in sums]).mean(0)
     assert (found - expected).norm() < 0.05 * expected.norm()
@@ -193,9 +193,9 @@ def test_bounds_are_measured_on_public_views_and_bought_from_private_ones():
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
     options = {"damping_share": 0.1, "criterion": nn.CrossEntropyLoss()}
     plain, seen = (ExpMQuadEngine().public_metric(model, loader, views=v, **options) for v in (None, three))
-    assert plain["damping"] == seen["damping"]  # of the records as they are
+    assert plain["projection"].damping == seen["projection"].damping  # of the records as they are
     assert plain["max_grad_norm"] != seen["max_grad_norm"]
-    quiet = {"criterion": nn.CrossEntropyLoss(), "epsilon": 1e4, "projection_seed": 0, "max_curvature": 0.0}
+    quiet = {"criterion": nn.CrossEntropyLoss(), "epsilon": 1e4, "projection": Stiefel(seed=0), "max_curvature": 0.0}
     bought = [ExpMQuadEngine().gather(model, loader, DIM, views=v, **quiet).sums.max_grad_norm for v in (None, three)]
     norms = [
         torch.tensor([
@@ -287,10 +287,8 @@ def test_what_is_no_function_is_refused_before_public_curvature_is_computed():
         ExpMQuadEngine().public_metric(model, public, damping_share=0.1, views=three)
 
 
-def test_views_have_no_part_in_the_papers_practice_nor_in_sequences():
-    model, x, y = problem()
-    with pytest.raises(ValueError, match="no part in the source paper's practice"):
-        gather(model, x, y, bounds="paper", max_grad_norm=None, max_curvature=None)
+def test_views_have_no_part_in_sequences():
+    _, x, y = problem()
     sequence = nn.Sequential(nn.Linear(FEATURES, OUTPUTS), nn.Unflatten(1, (1, OUTPUTS))).double()
     with pytest.raises(ValueError, match="views need a model with outputs"):
         gather(sequence, x, y[:, None])
@@ -341,7 +339,7 @@ def test_suggest_rehearses_views_where_they_are_given(monkeypatch):
     original = ExpMQuadEngine.make_private_expm
 
     def spy(self, *arguments, **options):
-        asked.append((options["views"], options["public_rank"]))
+        asked.append((options["views"], options["projection"].rank))
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
@@ -349,7 +347,7 @@ def test_suggest_rehearses_views_where_they_are_given(monkeypatch):
     found = suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, views=three, **options)
     assert asked == [(three, 8), (None, 8)]
     assert found.arguments()["views"] is (three if found.candidate.seen else None)
-    assert found.arguments()["public_rank"] == 8
+    assert found.arguments()["projection"].rank == 8
     assert str(found).count(", views") == (2 if found.candidate.seen else 1)
     with pytest.raises(ValueError, match="views must be given"):
         suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, **options)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_expm import ExpMQuadEngine, paper
 from opacus_expm.accounting import composition
 from opacus_expm.accounting.events import PlannedEvent
-from opacus_expm.gathering.clipping import Sensitivity, utility_width
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.calibration import (
     Allowance,
@@ -20,6 +22,7 @@ from opacus_expm.mechanism.calibration import (
     default_regularization,
     remainder,
 )
+from opacus_expm.mechanism.sensitivity import Sensitivity
 
 MARGIN = 1 - 1e-6
 
@@ -52,11 +55,39 @@ def test_gaussian_formula():
 
 def test_paper_formula_and_what_it_really_spends():
     sensitivity = Sensitivity(1.3, 2.0, False, "add_remove")
-    found = _calibrate(sensitivity, calibration="paper")
+    found = paper.calibrate(sensitivity, 1.0, 0.7)
     c = 1.0 / (2 * (2 * 0.7 * 1.3 + 0.7**2 * 2.0))
     assert found.inverse_temperature == pytest.approx(c * MARGIN, rel=1e-12)
     assert found.epsilon_range == pytest.approx(c * sensitivity.width(0.7), rel=1e-12)
     assert found.epsilon_range < 0.5
+    assert (found.mu, found.method) == (math.inf, "paper")
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.floats(1e-3, 1e3))
+def test_the_papers_calibration_costs_no_more_than_is_charged_whatever_the_bounds(adjacency, c_g, c_h, radius):
+    found = paper.calibrate(Sensitivity(c_g, c_h, False, adjacency), 1.0, radius)
+    most = paper.cost_whatever_the_bounds(1.0, adjacency)
+    assert found.epsilon_range <= most * (1 + 1e-12)
+    if c_h == 0:  # reached
+        assert found.epsilon_range == pytest.approx(most)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_a_draw_by_the_papers_calibration_is_not_charged_by_what_was_bought(adjacency):
+    """A cost that followed from the bound that happened to come out would bound nothing where another one comes out."""
+    x = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=1000)
+    bought, charged = set(), set()
+    for seed in range(4):
+        engine = ExpMQuadEngine(adjacency=adjacency, noise_generator=np.random.default_rng(seed))
+        statistics = engine.gather(nn.Linear(3, 1), loader, 3, criterion=nn.MSELoss(), epsilon=1.0)
+        paper.release(engine.books(), statistics, 1.0, 0.3)
+        draw = engine.accountant.releases[-1]
+        bought.add((draw.max_grad_norm, draw.max_curvature))
+        charged.add(draw.epsilon_range)
+    assert len(bought) > 1
+    assert charged == {1.0 if adjacency == "replace_one" else 0.5}
 
 
 @given(st.floats(0.01, 20), st.floats(1e-9, 0.1), st.floats(0.0, 10.0), st.floats(0.01, 3.0), st.floats(0.0, 5.0))
@@ -124,7 +155,6 @@ def test_every_way_to_split_a_budget_stays_within_it(epsilon, delta, shares, rou
     for way in ways:
         assert way.epsilon_range > 0
         assert within(way, epsilon, delta, prices, rounds, ridge=ridge)
-        # The paper's calibration spends no more than its share of the pure budget.
         assert math.fsum([*prices, *[way.epsilon] * rounds]) <= epsilon * (1 + 1e-12)
 
 
@@ -335,52 +365,6 @@ def test_extremal_pair_almost_reaches_epsilon_and_a_larger_temperature_breaks_it
     loss = _largest_loss(sensitivity, **tilted, base_g=-4000.0 * worst)
     assert 0.99 * epsilon < loss <= epsilon
     assert _largest_loss(sensitivity, **tilted, base_g=-4000.0 * worst, c_factor=1.02) > epsilon
-
-
-def _jointly(g, h, bound, radius, *, factor=1.0):
-    """A record scaled so that its utility is no wider than 2R·bound; ``factor`` loosens that."""
-    norms = torch.tensor([np.linalg.norm(g), np.linalg.norm(h, 2)], dtype=torch.float64)
-    width = float(utility_width(*norms, radius, parallel=False))
-    scale = min(1.0, factor * 2 * radius * bound / width)
-    return scale * g, scale * h
-
-
-JOINT = Sensitivity(1.3, 4 * 1.3 / 0.7, False, "add_remove", joint_radius=0.7)
-
-
-@pytest.mark.parametrize("epsilon", [0.5, 2.0])
-@pytest.mark.parametrize("seed", range(4))
-def test_privacy_loss_after_joint_clipping_never_exceeds_epsilon(epsilon, seed):
-    random = np.random.default_rng(seed)
-    root = random.standard_normal((2, 2))
-    g, h = _jointly(10 * random.standard_normal(2), 10.0 ** random.uniform(0, 3) * root @ root.T, 1.3, 0.7)
-    loss = _largest_loss(
-        JOINT,
-        epsilon=epsilon,
-        radius=0.7,
-        base_g=random.standard_normal(2) * 20,
-        base_s=np.diag(random.uniform(0, 30, 2)),
-        g=g,
-        h=h,
-    )
-    assert loss <= epsilon
-
-
-@pytest.mark.parametrize("ratio", [0.2, 2.0, 20.0])
-def test_a_jointly_clipped_extremal_record_almost_reaches_epsilon(ratio):
-    """At every ratio of curvature to gradient; clipped a little less, or each on its own, it would exceed ε."""
-    radius, c_g, epsilon = 0.7, 1.3, 2.0
-    c_h = ratio * c_g / radius
-    g, h, best, worst = _extremal_pair(radius, c_g, c_h)
-    tilted = {"epsilon": epsilon, "radius": radius, "base_s": np.zeros((2, 2)), "base_g": -4000.0 * worst}
-    g_joint, h_joint = _jointly(3 * g, 3 * h, c_g, radius)
-    gain = (-best @ g_joint - 0.5 * best @ h_joint @ best) - (-worst @ g_joint - 0.5 * worst @ h_joint @ worst)
-    assert gain == pytest.approx(2 * radius * c_g, rel=1e-9)
-    assert 0.99 * epsilon < _largest_loss(JOINT, **tilted, g=g_joint, h=h_joint) <= epsilon
-    loose = _jointly(3 * g, 3 * h, c_g, radius, factor=1.02)
-    assert _largest_loss(JOINT, **tilted, g=loose[0], h=loose[1]) > epsilon
-    if c_h <= JOINT.max_curvature:  # within both separate bounds, which would leave it as it is
-        assert _largest_loss(JOINT, **tilted, g=g, h=h) > epsilon
 
 
 def test_size_that_follows_the_data_breaks_the_claim():

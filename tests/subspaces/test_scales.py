@@ -8,15 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import dense
+from reference import dense, looked_up, projected, random_map
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
-from opacus_expm.gathering.model import Layout
-from opacus_expm.subspaces.projection import FullSpace, Preconditioned, Scaled, Stiefel, make_projection
+from opacus_expm import ExpMQuadEngine, Preconditioned
+from opacus_expm.subspaces.full import FullSpace
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.preconditioned import PreconditionedMap, Scaled
 from opacus_expm.subspaces.scales import measured_scales
-from opacus_expm.subspaces.shrinkage import shrunk
+from opacus_expm.subspaces.stiefel import Columns
 from opacus_expm.suggestion import Candidate, default_candidates, suggest
 
 UNITS = {"0.weight": 0.3, "0.bias": 4.0, "2.bias": 7.0}  # the last weight is left at 1
@@ -58,29 +59,28 @@ def flat(module):
 
 
 OPTIONS = {
-    "criterion": CRITERION, "public_rank": 5, "projection_seed": 1, "max_grad_norm": 0.4, "max_curvature": 0.2,
-    "progress": False,
+    "criterion": CRITERION, "max_grad_norm": 0.4, "max_curvature": 0.2, "progress": False,
 }  # fmt: skip
+
+
+def metric(scales=None, **settings):
+    return Preconditioned(**{"rank": 5, "damping": 0.1, "seed": 1, "scales": scales, **settings})
 
 
 # --- What units do ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
-@pytest.mark.parametrize(
-    ("projection", "dim"), [("public", 3), ("preconditioned", 3), ("preconditioned", 9), ("preconditioned", None)]
-)
-def test_scales_are_a_model_written_in_their_units(projection, dim, mode):
+@pytest.mark.parametrize("dim", [3, 9, None])
+def test_scales_are_a_model_written_in_their_units(dim, mode):
     """Statistics, clipping included, and releases with the same noise."""
     private, public = loader(records(0)), loader(records(7))
-    options = {**OPTIONS, "projection": projection, "public_loader": public}
-    if projection == "preconditioned":
-        options["damping"] = 0.1
+    options = {**OPTIONS, "public_loader": public}
     model, twin = make_model(), InUnits(make_model(), UNITS)
     engine = ExpMQuadEngine()
-    found = engine.gather(model, private, dim, parameter_scales=UNITS, grad_sample_mode=mode, **options)
-    plain = engine.gather(model, private, dim, grad_sample_mode=mode, **options)
-    expected = engine.gather(twin, private, dim, grad_sample_mode="functorch", **options)
+    found = engine.gather(model, private, dim, projection=metric(UNITS), grad_sample_mode=mode, **options)
+    plain = engine.gather(model, private, dim, projection=metric(), grad_sample_mode=mode, **options)
+    expected = engine.gather(twin, private, dim, projection=metric(), grad_sample_mode="functorch", **options)
     assert found.projection.dim == expected.projection.dim
     assert found.projection.seed == expected.projection.seed
     # Eigenvectors have signs of their own.
@@ -90,7 +90,7 @@ def test_scales_are_a_model_written_in_their_units(projection, dim, mode):
     assert torch.allclose(found.sums.gradient * signs, expected.sums.gradient, rtol=0, atol=1e-6)
     assert torch.allclose(found.sums.curvature * signs[:, None] * signs, expected.sums.curvature, rtol=0, atol=1e-6)
     assert not torch.allclose(plain.sums.gradient.abs(), expected.sums.gradient.abs(), rtol=0, atol=1e-2)
-    units = Layout.of(model).spread("parameter_scales", UNITS)
+    units = Layout.of(model).spread("scales", UNITS)
     here, there = (
         found.module_at(np.full(found.projection.dim, 0.5) * signs.numpy()),
         expected.module_at(np.full(found.projection.dim, 0.5)),
@@ -102,27 +102,26 @@ def test_a_release_moves_parameters_by_their_units():
     """Round after round, as the model in those units does; hooks and loops included."""
     private, public = loader(records(0)), loader(records(7))
     options = {
-        **OPTIONS, "max_curvature": 0.0, "projection": "preconditioned", "public_loader": public, "damping": 0.1,
-        "rounds": 3, "delta": 1e-5,
+        **OPTIONS, "max_curvature": 0.0, "public_loader": public, "rounds": 3, "delta": 1e-5,
     }  # fmt: skip
 
-    def release(model, **more):
-        return ExpMQuadEngine().make_private_expm(
-            model, private, 5.0, 0.5, None, noise_generator=np.random.default_rng(0), **options, **more
-        )
+    def engine():
+        return ExpMQuadEngine(noise_generator=np.random.default_rng(0))
 
-    units = Layout.of(make_model()).spread("parameter_scales", UNITS)
-    found, plain = release(make_model(), parameter_scales=UNITS), release(make_model())
+    def release(model, scales=None, **more):
+        return engine().make_private_expm(model, private, 5.0, 0.5, None, projection=metric(scales), **options, **more)
+
+    units = Layout.of(make_model()).spread("scales", UNITS)
+    found, plain = release(make_model(), UNITS), release(make_model())
     expected = release(InUnits(make_model(), UNITS), grad_sample_mode="functorch")
     assert torch.allclose(flat(found), units * flat(expected), rtol=0, atol=1e-6)
     assert (flat(plain) - flat(found)).abs().max() > 0.1
     module = make_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer, criterion, batches = ExpMQuadEngine().make_private_with_epsilon(
+    module, optimizer, criterion, batches = engine().make_private_with_epsilon(
         module=module, optimizer=optimizer, criterion=CRITERION, data_loader=private, target_epsilon=5.0,
-        target_delta=1e-5, epochs=3, max_grad_norm=0.4, radius=0.5, proj_dim=None, projection="preconditioned",
-        public_loader=public, public_rank=5, damping=0.1, parameter_scales=UNITS, projection_seed=1,
-        noise_generator=np.random.default_rng(0), progress=False,
+        target_delta=1e-5, epochs=3, max_grad_norm=0.4, radius=0.5, proj_dim=None,
+        projection=metric(UNITS), public_loader=public, progress=False,
     )  # fmt: skip
     for _ in range(3):
         for x, y in batches:
@@ -135,8 +134,8 @@ def test_a_release_moves_parameters_by_their_units():
 def test_one_record_stays_within_its_bound():
     """Clipped after the units, however large: what a record can change is what is paid for."""
     huge = dict.fromkeys(dict(make_model().named_parameters()), 1e6)
-    options = {**OPTIONS, "projection": "preconditioned", "public_loader": loader(records(7)), "damping": 1e9}
-    found = ExpMQuadEngine().gather(make_model(), loader(records(0, 1)), None, parameter_scales=huge, **options)
+    options = {**OPTIONS, "projection": metric(huge, damping=1e9), "public_loader": loader(records(7))}
+    found = ExpMQuadEngine().gather(make_model(), loader(records(0, 1)), None, **options)
     assert float(found.sums.gradient.norm()) == pytest.approx(0.4, rel=1e-9)  # it is clipped
     assert float(torch.linalg.matrix_norm(found.sums.curvature, 2)) == pytest.approx(0.2, rel=1e-9)
 
@@ -144,18 +143,16 @@ def test_one_record_stays_within_its_bound():
 @pytest.mark.filterwarnings("ignore:using grad_sample_mode='functorch'")  # of the model in units
 def test_the_public_metric_is_that_of_the_units():
     public = loader(records(7))
-    options = {"damping_share": 0.25, "quantile": 0.6, "public_rank": 5, "criterion": CRITERION}
+    options = {"damping_share": 0.25, "quantile": 0.6, "criterion": CRITERION}
     engine = ExpMQuadEngine()
-    found = engine.public_metric(make_model(), public, parameter_scales=UNITS, **options)
-    expected = engine.public_metric(InUnits(make_model(), UNITS), public, **options)
-    plain = engine.public_metric(make_model(), public, **options)
-    assert found.pop("parameter_scales") == UNITS
-    assert found == pytest.approx(expected, rel=1e-6)
-    for name in ("damping", "max_grad_norm"):
-        assert plain[name] != pytest.approx(found[name], rel=0.1)
-    # Each kept under its own units: nothing is computed again, or taken for the other.
-    assert engine.public_metric(make_model(), public, **options) == plain
-    assert engine.public_metric(make_model(), public, parameter_scales=UNITS, **options)["damping"] == found["damping"]
+    found = engine.public_metric(make_model(), public, projection=metric(UNITS), **options)
+    expected = engine.public_metric(InUnits(make_model(), UNITS), public, projection=metric(), **options)
+    plain = engine.public_metric(make_model(), public, projection=metric(), **options)
+    assert found["projection"].scales == UNITS
+    for read in (lambda m: m["projection"].damping, lambda m: m["max_grad_norm"]):
+        assert read(found) == pytest.approx(read(expected), rel=1e-6)
+        assert read(plain) != pytest.approx(read(found), rel=0.1)
+    assert {m["max_curvature"] for m in (found, expected, plain)} == {0.0}
 
 
 @st.composite
@@ -163,14 +160,11 @@ def scaled(draw):
     """Any base, with or without curvature, and any units."""
     size = draw(st.integers(1, 30))
     kind, dim = draw(st.sampled_from(["stiefel", "sparse", "full"])), draw(st.integers(1, size))
-    inner = make_projection(
-        "sparse" if kind == "full" else kind, size, None if kind == "full" else dim, 5,
-        device=torch.device("cpu"), dtype=torch.float64,
-    )  # fmt: skip
+    inner = random_map(kind, size, dim, 5)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     if draw(st.booleans()):
         vectors = torch.linalg.qr(torch.randn(size, min(3, size), generator=generator, dtype=torch.float64))[0]
-        inner = Preconditioned.build(inner, vectors, torch.ones(vectors.shape[1], dtype=torch.float64), 0.3)
+        inner = PreconditionedMap.through(inner, vectors, torch.ones(vectors.shape[1], dtype=torch.float64), 0.3)
     return Scaled(inner, torch.rand(size, generator=generator, dtype=torch.float64) + 0.1)
 
 
@@ -181,32 +175,27 @@ def test_scaled_is_the_dense_map_from_all_sides(projection, data):
     assert torch.allclose(dense(projection), a, rtol=0, atol=1e-12)
     rows = torch.randn(4, projection.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     cut = data.draw(st.integers(0, projection.size))
-    out = torch.zeros(4, projection.width, dtype=torch.float64)
-    projection.add_projected(out, rows[:, :cut], 0)
-    projection.add_projected(out, rows[:, cut:], cut)
-    assert torch.allclose(projection.finish(out), rows @ a, rtol=0, atol=1e-12)
+    assert torch.allclose(projected(projection, rows, [cut]), rows @ a, rtol=0, atol=1e-12)
     # A table of ``count`` rows at ``start``, of which some are looked up.
     start = data.draw(st.integers(0, projection.size - 1))
     width = data.draw(st.integers(1, projection.size - start))
     count = data.draw(st.integers(1, (projection.size - start) // width))
     index = torch.tensor([[data.draw(st.integers(0, count - 1)) for _ in range(3)]])
     values = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    table = torch.zeros(projection.size, dtype=torch.float64)
-    for place, value in zip(index[0], values[0], strict=True):
-        table[start + int(place) * width :][:width] += value
+    table = looked_up(values, index, start, projection.size)
     out = torch.zeros(1, projection.width, dtype=torch.float64)
     projection.add_looked_up(out, values, index, count, start)
-    assert torch.allclose(projection.finish(out)[0], table @ a, rtol=0, atol=1e-12)
+    assert torch.allclose(projection.finish(out), table @ a, rtol=0, atol=1e-12)
 
 
 def test_statistics_in_other_units_are_not_added_up():
-    options = {**OPTIONS, "projection": "preconditioned", "public_loader": loader(records(7)), "damping": 0.1}
+    options = {**OPTIONS, "public_loader": loader(records(7))}
     parts = [
-        ExpMQuadEngine().gather(make_model(), loader(records(seed)), None, parameter_scales=units, **options)
+        ExpMQuadEngine().gather(make_model(), loader(records(seed)), None, projection=metric(units), **options)
         for seed, units in enumerate((UNITS, UNITS, UNITS | {"2.weight": 1.5}))
     ]
     assert parts[0].merge(parts[1]).nominal_size == 80
-    with pytest.raises(ValueError, match="statistics with another public curvature cannot be merged"):
+    with pytest.raises(ValueError, match="statistics with another projection's settings cannot be merged"):
         parts[0].merge(parts[2])
 
 
@@ -215,8 +204,8 @@ def test_noise_is_taken_out_in_the_draws_own_coordinates():
     layout = Layout.of(make_model())
     draw = np.random.default_rng(0).standard_normal(layout.size)
     inner = FullSpace(layout.size)
-    units = layout.spread("parameter_scales", UNITS)
-    found, expected = (shrunk(draw, 0.5, projection, layout) for projection in (Scaled(inner, units), inner))
+    units = layout.spread("scales", UNITS)
+    found, expected = (projection.shrunk(draw, 0.5, layout) for projection in (Scaled(inner, units), inner))
     assert np.array_equal(found, expected)
     assert np.abs(found - draw).max() > 0.1
 
@@ -235,34 +224,25 @@ class Untouchable(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("scales", "projection", "message"),
+    ("scales", "message"),
     [
-        (
-            {"0.weigth": 2.0},
-            "preconditioned",
-            r"parameter_scales names '0.weigth', .* it has 0.weight, 0.bias, 2.weight",
-        ),
-        ({"0.bias": 0.0}, "preconditioned", r"parameter_scales\['0.bias'\] must be greater than 0, got 0.0"),
-        ({"0.bias": math.nan}, "public", r"parameter_scales\['0.bias'\] must be a number greater than 0, got nan"),
-        (
-            {"0.bias": "2"},
-            "public",
-            r"parameter_scales\['0.bias'\] must be a number greater than 0, got '2' of type str",
-        ),
-        ([2.0], "preconditioned", "parameter_scales must be a mapping from names of parameters to numbers, got list"),
-        ({"0.bias": 2.0}, "stiefel", "parameter_scales have no meaning with projection='stiefel': leave them out"),
+        ({"0.weigth": 2.0}, r"scales names '0.weigth', .* it has 0.weight, 0.bias, 2.weight"),
+        ({"0.bias": 0.0}, r"scales\['0.bias'\] must be greater than 0, got 0.0"),
     ],
 )
-def test_bad_scales_cost_nothing(scales, projection, message):
-    engine, data, public = ExpMQuadEngine(), loader(Untouchable()), loader(Untouchable())
-    options = {**OPTIONS, "projection": projection, "public_loader": public, "parameter_scales": scales}
-    with pytest.raises((TypeError, ValueError), match=message):
-        engine.make_private_expm(make_model(), data, 1.0, 0.5, 3, **options)
-    with pytest.raises((TypeError, ValueError), match=message):
-        engine.gather(make_model(), data, 3, **options)
-    if projection == "preconditioned":
-        with pytest.raises((TypeError, ValueError), match=message):
-            engine.public_metric(make_model(), data, damping_share=0.1, parameter_scales=scales, criterion=CRITERION)
+def test_bad_scales_cost_nothing(scales, message):
+    """What else can be wrong with them is in the tests of the layout and of the recipe."""
+    engine, data = ExpMQuadEngine(), loader(Untouchable())
+    options = {**OPTIONS, "projection": metric(scales), "public_loader": loader(Untouchable())}
+    for call in (
+        lambda: engine.make_private_expm(make_model(), data, 1.0, 0.5, 3, **options),
+        lambda: engine.gather(make_model(), data, 3, **options),
+        lambda: engine.public_metric(
+            make_model(), data, damping_share=0.1, projection=metric(scales), criterion=CRITERION
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     assert len(engine.accountant) == 0
 
 
@@ -323,7 +303,7 @@ def test_without_signal_units_are_one_and_no_tensor_stands_still():
     # A tensor that the map leaves alone has neither.
     vectors = torch.zeros(layout.size, 2, dtype=torch.float64)
     vectors[second.start, 0] = vectors[second.start + 1, 1] = 1.0
-    found = measured_scales(layout, Stiefel(vectors, None), torch.ones(2).double(), torch.ones(2).double())
+    found = measured_scales(layout, Columns(vectors, None), torch.ones(2).double(), torch.ones(2).double())
     assert found == {"0.weight": 1.0, "1.weight": pytest.approx(1.0)}
 
 
@@ -341,18 +321,17 @@ def rehearsed(*candidates, **changes):
 def test_a_rehearsal_measures_units_and_passes_them_on():
     found = rehearsed(SHIFTED)
     assert "bound at 0.8 of the norms, scaled, bounds from records as they are" in str(found)
-    units = found.arguments()["parameter_scales"]
+    units = found.arguments()["projection"].scales
     assert set(units) == set(Layout.of(make_model()).names)
-    assert found.metric["parameter_scales"] == units
     assert max(units.values()) > 1.2  # the shift is not the same to all tensors
     assert min(units.values()) < 0.9
-    assert rehearsed(SHIFTED, seed=0).arguments()["parameter_scales"] == units
+    assert rehearsed(SHIFTED, seed=0).arguments()["projection"].scales == units
     engine = ExpMQuadEngine()
     arguments = found.arguments() | {"delta": 1e-5, "criterion": CRITERION, "progress": False}
     engine.make_private_expm(make_model(), loader(records(0)), 1.0, **arguments)
     assert engine.get_epsilon(1e-5) == pytest.approx(1.0, rel=1e-9)
     plain = rehearsed(dataclasses.replace(SHIFTED, scaled=False))
-    assert "parameter_scales" not in plain.arguments()
+    assert plain.arguments()["projection"].scales is None
     assert plain.tried[0][1] != found.tried[0][1]
 
 

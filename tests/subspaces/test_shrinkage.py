@@ -1,16 +1,20 @@
 """Post-processing of a draw: the estimate, its groups, and that it uses nothing private."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from reference import CPU, dense, random_map
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine
-from opacus_expm.gathering.model import Layout
+from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.subspaces.projection import FullSpace, Preconditioned, PublicCurvature, Subspace
-from opacus_expm.subspaces.shrinkage import public_variance, shrunk
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.preconditioned import PublicCurvature
+from opacus_expm.subspaces.shrinkage import public_variance
+from opacus_expm.subspaces.stiefel import Columns
 
 MODEL = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
 LAYOUT = Layout.of(MODEL)
@@ -23,45 +27,49 @@ def eigenvectors(rank=20):
     return PublicCurvature(torch.logspace(2, -1, rank, dtype=torch.float64), torch.from_numpy(q))
 
 
-def projection(kind, dim):
-    curvature = eigenvectors() if kind in ("public", "preconditioned") else None
-    return Subspace(kind, dim, 0, curvature).build(P, torch.device("cpu"), torch.float64)
+def preconditioned(dim):
+    return Preconditioned(seed=0, curvature=eigenvectors()).build(P, dim, CPU, torch.float64)
+
+
+def leading(dim):
+    """Eigenvectors alone, in their order."""
+    return Columns(eigenvectors().vectors[:, :dim], None)
 
 
 SPACES = {
-    "full": projection("stiefel", None),
-    "preconditioned": projection("preconditioned", None),
-    "leading": projection("preconditioned", 12),
-    "public": projection("public", 12),
-    "stiefel": projection("stiefel", 14),
-    "sparse": projection("sparse", 14),
+    "full": random_map("full", P, None),
+    "preconditioned": preconditioned(None),
+    "leading": preconditioned(12),
+    "eigenvectors": leading(12),
+    "stiefel": random_map("stiefel", P, 14),
+    "sparse": random_map("sparse", P, 14),
 }
 
 
 def test_one_group_is_the_formula_by_hand():
     xi = np.array([3.0, 0.0, 4.0, 0.0])  # |ξ|² = 25
-    four = Subspace("stiefel", 4, 0).build(P, torch.device("cpu"), torch.float64)
-    assert shrunk(xi, 2.0, four, LAYOUT) == pytest.approx((1 - 2 * 2 / 25) * xi, rel=1e-14)
-    assert np.array_equal(shrunk(xi, 13.0, four, LAYOUT), np.zeros(4))  # the positive part
+    four = random_map("stiefel", P, 4)
+    assert four.shrunk(xi, 2.0, LAYOUT) == pytest.approx((1 - 2 * 2 / 25) * xi, rel=1e-14)
+    assert np.array_equal(four.shrunk(xi, 13.0, LAYOUT), np.zeros(4))  # the positive part
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_fewer_than_three_coordinates_stay(dim):
     xi = np.full(dim, 0.1)
-    subspace = Subspace("stiefel", dim, 0).build(P, torch.device("cpu"), torch.float64)
-    assert np.array_equal(shrunk(xi, 100.0, subspace, LAYOUT), xi)
+    subspace = random_map("stiefel", P, dim)
+    assert np.array_equal(subspace.shrunk(xi, 100.0, LAYOUT), xi)
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_without_noise_nothing_changes(space):
     xi = np.random.default_rng(0).standard_normal(SPACES[space].dim)
-    assert shrunk(xi, 0.0, SPACES[space], LAYOUT) == pytest.approx(xi, rel=1e-12, abs=1e-14)
+    assert SPACES[space].shrunk(xi, 0.0, LAYOUT) == pytest.approx(xi, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_nothing_but_much_noise_goes_back_to_the_start(space):
     xi = 0.5 * np.random.default_rng(0).standard_normal(SPACES[space].dim)
-    kept = shrunk(xi, 1.0, SPACES[space], LAYOUT)
+    kept = SPACES[space].shrunk(xi, 1.0, LAYOUT)
     assert np.linalg.norm(kept) < 0.2 * np.linalg.norm(xi)
 
 
@@ -70,7 +78,7 @@ def test_groups_of_the_full_space_are_outputs_and_biases():
     xi = np.full(P, 0.1)
     moved = slice(12, 24)  # the second output of the first layer
     xi[moved] = 10.0
-    kept = shrunk(xi, 1.0, SPACES["full"], LAYOUT)
+    kept = SPACES["full"].shrunk(xi, 1.0, LAYOUT)
     assert kept[moved] == pytest.approx((1 - 10 / 1200) * xi[moved], rel=1e-12)
     others = np.ones(P, dtype=bool)
     others[moved] = False
@@ -80,7 +88,7 @@ def test_groups_of_the_full_space_are_outputs_and_biases():
 def test_bands_along_eigenvectors_have_4_8_16_coordinates():
     xi = np.full(14, 0.1)
     xi[4:12] = 10.0
-    kept = shrunk(xi, 1.0, projection("public", 14), LAYOUT)
+    kept = leading(14).shrunk(xi, 1.0, LAYOUT)
     assert not kept[:4].any()
     assert kept[4:12] == pytest.approx((1 - 6 / 800) * xi[4:12], rel=1e-12)
     assert np.array_equal(kept[12:], xi[12:])  # two are too few
@@ -92,7 +100,7 @@ def test_the_full_space_is_split_along_and_across_eigenvectors():
     along = vectors[:, 4:12] @ np.full(8, 50.0)
     across = np.random.default_rng(1).standard_normal(P) * 0.1
     across -= vectors @ (vectors.T @ across)
-    kept = shrunk(along + across, 1.0, SPACES["preconditioned"], LAYOUT)
+    kept = SPACES["preconditioned"].shrunk(along + across, 1.0, LAYOUT)
     assert kept == pytest.approx((1 - 6 / (8 * 2500)) * along, rel=1e-9, abs=1e-9)
 
 
@@ -101,7 +109,7 @@ def test_what_lies_across_eigenvectors_has_fewer_degrees_of_freedom():
     vectors = eigenvectors().vectors.numpy()
     across = 10 * np.random.default_rng(2).standard_normal(P)
     across -= vectors @ (vectors.T @ across)
-    kept = shrunk(across, 1.0, SPACES["preconditioned"], LAYOUT)
+    kept = SPACES["preconditioned"].shrunk(across, 1.0, LAYOUT)
     group = slice(12, 24)
     freedom = 12 - np.square(vectors[group]).sum()
     assert freedom < 11.5
@@ -109,7 +117,7 @@ def test_what_lies_across_eigenvectors_has_fewer_degrees_of_freedom():
     assert kept[group] == pytest.approx(expected * across[group], rel=1e-9)
 
 
-@pytest.mark.parametrize("space", ["full", "preconditioned", "public", "sparse"])
+@pytest.mark.parametrize("space", ["full", "preconditioned", "eigenvectors", "sparse"])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 1.0, 5.0])
 def test_nearer_to_the_mean_than_the_draw(space, signal):
     """The mean squared error falls for every mean; with ten times the variance it would not."""
@@ -119,7 +127,7 @@ def test_nearer_to_the_mean_than_the_draw(space, signal):
     draws = mean + rng.standard_normal((400, subspace.dim))
 
     def error(variance):
-        return np.array([np.sum((shrunk(x, variance, subspace, LAYOUT) - mean) ** 2) for x in draws])
+        return np.array([np.sum((subspace.shrunk(x, variance, LAYOUT) - mean) ** 2) for x in draws])
 
     gain = np.sum((draws - mean) ** 2, axis=1) - error(1.0)
     assert gain.mean() > 3 * gain.std(ddof=1) / 20
@@ -154,14 +162,20 @@ def loaders(seed, count=64):
     return DataLoader(TensorDataset(x, y), batch_size=16)
 
 
+def seeded():
+    return ExpMQuadEngine(noise_generator=np.random.default_rng(5))
+
+
+def metric(denoise, **settings):
+    return Preconditioned(20, damping=1.0, seed=0, denoise=denoise, **settings)
+
+
 def release(loader, denoise, *, engine=None, **changes):
     arguments = {
-        "delta": 1e-5, "criterion": nn.CrossEntropyLoss(), "max_grad_norm": 1.0, "max_curvature": 0.0,
-        "projection_seed": 0, "noise_generator": np.random.default_rng(5), "progress": False,
-        "projection": "preconditioned", "public_loader": loaders(9), "public_rank": 20, "damping": 1.0,
+        "delta": 1e-5, "criterion": nn.CrossEntropyLoss(), "max_grad_norm": 1.0, "max_curvature": 0.0, "progress": False,
+        "projection": metric(denoise), "public_loader": loaders(9),
     }  # fmt: skip
-    engine = engine or ExpMQuadEngine()
-    return engine.make_private_expm(MODEL, loader, 1.0, 2.0, None, denoise=denoise, **{**arguments, **changes})
+    return (engine or seeded()).make_private_expm(MODEL, loader, 1.0, 2.0, None, **{**arguments, **changes})
 
 
 def flat(module):
@@ -171,23 +185,23 @@ def flat(module):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_denoised_release_is_a_function_of_the_plain_one_and_public_numbers(seed):
     """For two data sets the same public recipe leads from the draw to the module: nothing else of the data enters."""
-    engine = ExpMQuadEngine()
+    engine = seeded()
     plain, denoised = release(loaders(seed), False, engine=engine), release(loaders(seed), True)
-    curvature = next(iter(engine._curvatures.values()))[1]
-    vectors = curvature.vectors.double()
-    subspace = Preconditioned.build(FullSpace(P), vectors, curvature.eigenvalues.double(), 1.0)
-    inverse = torch.linalg.inv(torch.stack([subspace.lift(row) for row in torch.eye(P, dtype=torch.float64)], 1))
+    public = {"criterion": nn.CrossEntropyLoss(), "damping_share": 1.0}
+    learned = ExpMQuadEngine().public_metric(MODEL, loaders(9), projection=metric(False), **public)["projection"]
+    subspace = dataclasses.replace(learned, damping=1.0).build(P, None, CPU, torch.float64)
+    inverse = torch.linalg.inv(dense(subspace))
     xi = (inverse @ torch.from_numpy(flat(plain) - flat(MODEL))).numpy()
     record = engine.accountant.releases[-1]
     c = record.regularization * record.nominal_size * (record.mu / record.max_grad_norm) ** 2
     variance = public_variance(c, record.regularization, record.nominal_size, record.radius, P)
-    expected = flat(MODEL) + subspace.lift(torch.from_numpy(shrunk(xi, variance, subspace, LAYOUT))).numpy()
+    expected = flat(MODEL) + subspace.lift(torch.from_numpy(subspace.shrunk(xi, variance, LAYOUT))).numpy()
     assert flat(denoised) == pytest.approx(expected, abs=2e-5)
     assert np.abs(flat(denoised) - flat(plain)).max() > 1e-2
 
 
 def test_the_same_is_charged_with_and_without():
-    engines = [ExpMQuadEngine(), ExpMQuadEngine()]
+    engines = [seeded(), seeded()]
     for engine, denoise in zip(engines, [False, True], strict=True):
         release(loaders(1), denoise, engine=engine, rounds=3)
     first, second = (engine.accountant.releases for engine in engines)
@@ -197,19 +211,14 @@ def test_the_same_is_charged_with_and_without():
 
 
 def test_release_from_statistics_denoises_too():
-    engine = ExpMQuadEngine()
-    statistics = engine.gather(
-        MODEL,
-        loaders(1),
-        None,
-        max_grad_norm=1.0,
-        max_curvature=0.0,
-        criterion=nn.CrossEntropyLoss(),
-        projection="sparse",
-    )
+    """As the recipe says with which they were gathered."""
+    arguments = {"max_grad_norm": 1.0, "max_curvature": 0.0, "criterion": nn.CrossEntropyLoss()}
     plain, denoised = (
-        flat(engine.release(statistics, 0.1, 1.0, denoise=d, noise_generator=np.random.default_rng(0))) - flat(MODEL)
-        for d in (False, True)
+        flat(
+            seeded().release(ExpMQuadEngine().gather(MODEL, loaders(1), None, projection=recipe, **arguments), 0.1, 1.0)
+        )
+        - flat(MODEL)
+        for recipe in (Sparse(), Sparse(denoise=True))
     )
     assert np.linalg.norm(denoised) < 0.7 * np.linalg.norm(plain)
 
@@ -219,11 +228,10 @@ def test_a_training_loop_denoises_as_one_call_does():
     expected = release(loader, True, rounds=2)
     module = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
     module.load_state_dict(MODEL.state_dict())
-    module, optimizer, criterion, batches = ExpMQuadEngine().make_private_with_epsilon(
+    module, optimizer, criterion, batches = seeded().make_private_with_epsilon(
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=loader, target_epsilon=1.0, target_delta=1e-5, epochs=2, max_grad_norm=1.0, radius=2.0, proj_dim=None,
-        denoise=True, projection="preconditioned", public_loader=loaders(9), public_rank=20, damping=1.0,
-        projection_seed=0, noise_generator=np.random.default_rng(5), progress=False,
+        projection=metric(True), public_loader=loaders(9), progress=False,
     )  # fmt: skip
     for _ in range(2):
         for x, y in batches:
@@ -233,7 +241,9 @@ def test_a_training_loop_denoises_as_one_call_does():
     assert flat(module) == pytest.approx(flat(expected), abs=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{"max_curvature": 1.0}, {"max_curvature": None, "projection": "sparse"}])
+@pytest.mark.parametrize(
+    "changes", [{"max_curvature": 1.0}, {"max_curvature": None, "projection": Sparse(denoise=True)}]
+)
 def test_private_curvature_is_refused_before_anything_is_charged(changes):
     engine = ExpMQuadEngine()
     with pytest.raises(ValueError, match=r"denoise=True needs .* max_curvature=0"):
@@ -242,15 +252,12 @@ def test_private_curvature_is_refused_before_anything_is_charged(changes):
 
 
 def test_private_curvature_in_statistics_is_refused():
+    """Where they are gathered, and where they were changed since, where they are released."""
     engine = ExpMQuadEngine()
-    statistics = engine.gather(
-        MODEL, loaders(1), 5, max_grad_norm=1.0, max_curvature=1.0, criterion=nn.CrossEntropyLoss()
-    )
+    arguments = {"max_grad_norm": 1.0, "max_curvature": 1.0, "criterion": nn.CrossEntropyLoss()}
     with pytest.raises(ValueError, match="denoise=True"):
-        engine.release(statistics, 1.0, 1.0, denoise=True)
+        engine.gather(MODEL, loaders(1), 5, projection=Sparse(denoise=True), **arguments)
+    statistics = engine.gather(MODEL, loaders(1), 5, projection=Sparse(seed=0), **arguments)
+    with pytest.raises(ValueError, match="denoise=True"):
+        engine.release(dataclasses.replace(statistics, subspace=Sparse(0, denoise=True)), 1.0, 1.0)
     assert not engine.accountant.releases
-
-
-def test_denoise_must_be_a_truth_value():
-    with pytest.raises(TypeError, match="denoise must be True or False, got 'yes'"):
-        release(loaders(1), "yes")

@@ -1,0 +1,1 @@
+"""Seven tasks side by side with DP-SGD: its rivals, what their tuning costs."""

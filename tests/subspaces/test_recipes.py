@@ -1,0 +1,92 @@
+"""Recipes by their names, with their seeds, and from a file."""
+
+import math
+
+import pytest
+import torch
+from reference import CPU, dense, orthonormal
+
+from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, named, read
+from opacus_expm.subspaces.preconditioned import PublicCurvature
+
+CURVATURE = PublicCurvature(torch.tensor([2.0, 1.0]).double(), orthonormal(20, 2), torch.linspace(1, 2, 20).double())
+RECIPES = {
+    "sparse": Sparse(4),
+    "denoised": Sparse(4, denoise=True),
+    "stiefel": Stiefel(4),
+    "preconditioned": Preconditioned(7, 0.5, math.inf, {"0.bias": 2.0}, 4, curvature=CURVATURE),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sparse", Sparse), ("stiefel", Stiefel), ("preconditioned", Preconditioned)]
+)
+def test_a_name_is_a_recipe_with_its_default_settings(name, kind):
+    found = named(name)
+    assert type(found) is kind
+    assert (found.kind, found.seed, found.denoise) == (name, None, False)
+    assert found.needs_public_data is (name == "preconditioned")
+    assert found.private_curvature is (name != "preconditioned")
+    assert named(found) is found
+
+
+@pytest.mark.parametrize("kind", ["dense", "Stiefel", "public", ""])
+def test_unknown_names_are_refused(kind):
+    with pytest.raises(ValueError, match="projection must be one of 'sparse', 'stiefel', 'preconditioned', got"):
+        named(kind)
+
+
+@pytest.mark.parametrize("kind", [None, 3, Sparse])
+def test_what_is_no_recipe_is_refused(kind):
+    with pytest.raises(TypeError, match=r"projection must be one of .* or a subspace such as Sparse\(seed=0\), got"):
+        named(kind)
+
+
+@pytest.mark.parametrize("recipe", [Sparse, Stiefel])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": -1}, "seed must be a non-negative integer or None, got -1"),
+        ({"seed": 1.0}, "seed must be a non-negative integer or None, got 1.0"),
+        ({"denoise": "yes"}, "denoise must be True or False, got 'yes'"),
+    ],
+)
+def test_settings_that_make_no_recipe_are_refused(recipe, settings, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        recipe(**settings)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_seed_is_all_that_changes(name):
+    recipe = RECIPES[name]
+    other = recipe.seeded(9)
+    assert (recipe.seed, other.seed) == (4, 9)
+    assert other.to_dict() | {"seed": 4, "curvature": 0} == recipe.to_dict() | {"curvature": 0}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_written_gives_the_same_map(name):
+    recipe = RECIPES[name]
+    again = read(recipe.to_dict())
+    assert type(again) is type(recipe)
+    for dim in (2, 9, None):
+        maps = [dense(r.build(20, dim, CPU, torch.float64)) for r in (recipe, again)]
+        assert torch.equal(*maps)
+    assert again.to_dict() | {"curvature": 0} == recipe.to_dict() | {"curvature": 0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [],
+        {},
+        {"kind": "dense"},
+        {"kind": "sparse", "colour": 1},
+        {"kind": "preconditioned"},
+        {"kind": ["sparse"]},
+    ],
+)
+def test_what_is_no_recipe_is_not_read(content):
+    with pytest.raises(ValueError, match="this is no projection"):
+        read(content)
