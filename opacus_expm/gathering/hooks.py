@@ -17,7 +17,7 @@ saves work over many rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,12 @@ from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, jvp
 from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule, is_matrix, positions
-from opacus_expm.gathering.model import call, outputs_of, ran_out_of_memory, synthetic_batch
+from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
 from opacus_expm.subspaces.layout import Layout
@@ -137,6 +138,33 @@ class ProjectedGradSampleModule(GradSampleModule):
         """
         outputs, calls = self._forward(inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
+
+    def outputs_and_products(self, inputs: Any, directions: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Outputs (B, …), and their derivatives along directions in the space of parameters (B, …, s), by forward mode.
+
+        Args:
+            inputs: a batch.
+            directions: parameters' tangents by name.
+
+        **Privacy:** both hold private values of the batch.
+        """
+        named = dict(self._module.named_parameters())
+        moving = {name: named[name].detach() for name in directions[0]}
+
+        def run(parameters: dict[str, Tensor]) -> Tensor:
+            self._restore()
+            if isinstance(inputs, Mapping):
+                return outputs_of(functional_call(self._module, parameters, (), dict(inputs)))
+            return outputs_of(
+                functional_call(self._module, parameters, tuple(inputs) if isinstance(inputs, tuple | list) else inputs)
+            )
+
+        products = []
+        for direction in directions:
+            with torch.no_grad(), plain_attention():
+                outputs, product = jvp(run, (moving,), (direction,))
+            products.append(product)
+        return outputs, torch.stack(products, dim=-1)
 
     def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
         """Outputs, with their graph, and every call of a hooked layer."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -220,6 +221,27 @@ def part_of(
     if len(indices) < ranks:
         raise ValueError(f"{name} has fewer records than there are ranks ({ranks}); use fewer ranks")
     return _of_parts(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
+
+
+def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Generator) -> DataLoader[Any] | None:
+    """The records of a Poisson sample: each record of a checked loader by itself, with this probability.
+
+    Args:
+        loader: over a data set with indices.
+        sample_rate: q in (0, 1].
+        random: whose numbers nobody else may know.
+
+    Returns:
+        A loader over the sample, or None where it is empty.
+
+    **Privacy:** how many records there are, and which, is private.
+    """
+    indices = visited(loader)
+    assert indices is not None
+    taken = np.flatnonzero(random.random(len(indices)) < sample_rate) if sample_rate < 1 else np.arange(len(indices))
+    if len(taken) == 0:
+        return None
+    return _of_parts(loader, Subset(loader.dataset, [indices[i] for i in taken]), None, collate_fn=loader.collate_fn)
 
 
 def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:

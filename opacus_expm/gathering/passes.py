@@ -37,6 +37,7 @@ from opacus_expm.gathering.model import (
     check_module,
     compute_dtype,
     exact_arithmetic,
+    moved,
     ran_out_of_memory,
     take,
     working_copy,
@@ -86,6 +87,18 @@ class Workbench:
         self.pieces = loaders.Pieces(measurement.max_physical_batch_size) if pieces is None else pieces
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
+
+    @torch.no_grad()
+    def move(self, coordinates: Tensor) -> None:
+        """Let the following passes be made at θ* + Aξ: the working copy's weights move, and nothing is checked again."""
+        update = self.map.lift(coordinates.to(self.device, self.dtype))
+        start, working = dict(self._module.named_parameters()), dict(self._working.named_parameters())
+        for name, shape, place in self.layout.slices():
+            working[name].copy_(start[name].to(working[name].dtype) + update[place].view(shape))
+
+    def module_at(self, coordinates: Tensor) -> nn.Module:
+        """The plain module with parameters θ* + Aξ."""
+        return moved(self._module, self.layout, self.map.lift(coordinates.to(self.device, self.dtype)))
 
     def check_curvature(self, max_curvature: float | None) -> None:
         """Refuse a k × k matrix that cannot be held."""

@@ -1,0 +1,143 @@
+"""What a private loader shows of a workbench's model beside its gradients: losses, and quadratics in a small span.
+
+**Privacy:** everything here is private, one number or a few for every record; see who calls it for what is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from opacus_expm._private import PrivateValues
+from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
+from opacus_expm.gathering.factors import FactorSums, blocks_of, factor_sums
+from opacus_expm.gathering.hooks import ProjectedGradSampleModule
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.mechanism.density import Array
+from opacus_expm.subspaces.metric import Block
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SpanQuadratics(PrivateValues):
+    """g′ (n, s) and H′ (n, s, s) of every record in the span of s directions; private."""
+
+    gradients: Tensor
+    curvatures: Tensor
+
+
+def prepare(bench: Workbench, loader: DataLoader[Any]) -> int:
+    """Choose gatherer and criterion by the loader's first batch; the number of outputs m."""
+
+    def once() -> int:
+        inputs, targets = next(iter(bench.begin(loader, "loader")))
+        source, loss = bench.prepared
+        with torch.no_grad():
+            outputs, _ = source.outputs_and_pullback(padded(inputs, targets, bench.pieces.padded(loader))[0])
+        at_outputs(
+            loss, outputs[: len(targets)], targets
+        )  # what cannot be right raises here, before anything is charged
+        return outputs.shape[-1]
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def blocks(bench: Workbench) -> tuple[Block, ...]:
+    """The layers that are matrices, where hooks serve the model; none otherwise."""
+    source = bench.prepared[0]
+    if not isinstance(source, ProjectedGradSampleModule):
+        return ()
+    return tuple(blocks_of(source._module, bench.layout).values())
+
+
+def factors(bench: Workbench, loader: DataLoader[Any]) -> FactorSums:
+    """Kronecker factors of the layers, over all records."""
+
+    def once() -> FactorSums:
+        stream = bench.begin(loader, "loader")
+        source, loss = bench.prepared
+        assert isinstance(source, ProjectedGradSampleModule)
+        found = blocks_of(source._module, bench.layout)
+        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader))
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def gradient_norms(bench: Workbench, loader: DataLoader[Any]) -> Array:
+    """|g| of every record; 0 for one that is not finite."""
+
+    def once() -> Array:
+        pad_to = bench.pieces.padded(loader)
+        found = [
+            bench.quadratics(inputs, targets, curvature=False, pad_to=pad_to).gradient_norms
+            for inputs, targets in bench.begin(loader, "loader")
+        ]
+        return torch.cat(found).cpu().numpy()
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
+    """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
+
+    def once() -> Tensor:
+        columns = []
+        pad_to = bench.pieces.padded(loader)
+        for place in places:
+            bench.move(place)
+            rows = []
+            for inputs, targets in bench.begin(loader, "loader"):
+                source, loss = bench.prepared
+                filled, repeated = padded(inputs, targets, pad_to)
+                outputs, _ = source.outputs_and_pullback(filled)
+                rows.append(values_at_outputs(loss, outputs, repeated)[: len(targets)].cpu())
+            columns.append(torch.cat(rows))
+        return torch.stack(columns, dim=1)
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
+    """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
+
+    By s forward-mode products where hooks serve the model, else by the rows of the Jacobian. A record whose gradient or
+    matrix is not finite has zeros in both.
+    """
+
+    def once() -> SpanQuadratics:
+        bench.move(place)
+        gradients, curvatures = [], []
+        pad_to = bench.pieces.padded(loader)
+        for inputs, targets in bench.begin(loader, "loader"):
+            filled, repeated = padded(inputs, targets, pad_to)
+            outputs, rows = _products(bench, filled, directions)
+            gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
+            rows = rows.double()  # J along the directions (B, …, m, s)
+            g = (gradient[..., None] * rows).flatten(1, -2).sum(1)
+            b = (factor.transpose(-1, -2) @ rows).flatten(1, -2)  # J → B = MᵀJ, whose square is H′
+            g, h = g[: len(targets)], (b.transpose(1, 2) @ b)[: len(targets)]
+            sound = g.isfinite().all(1) & h.isfinite().flatten(1).all(1)
+            gradients.append(torch.where(sound[:, None], g, 0.0).cpu())
+            curvatures.append(torch.where(sound[:, None, None], h, 0.0).cpu())
+        return SpanQuadratics(torch.cat(gradients), torch.cat(curvatures))
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (B, …) and their derivatives along each direction (B, …, s)."""
+    source = bench.prepared[0]
+    columns = directions.to(bench.device, bench.dtype).unbind(1)
+    if isinstance(source, ProjectedGradSampleModule):
+        lifted = [bench.map.lift(column) for column in columns]
+        tangents = [{name: v[place].view(shape) for name, shape, place in bench.layout.slices()} for v in lifted]
+        return source.outputs_and_products(inputs, tangents)
+    outputs, pullback = source.outputs_and_pullback(inputs)
+    count = outputs[0].numel()
+    every = torch.eye(count, dtype=outputs.dtype, device=outputs.device).view(count, *outputs.shape[1:])
+    rows = pullback(every.expand(len(outputs), *every.shape)) @ torch.stack(columns, dim=1)
+    return outputs, rows.view(*outputs.shape, -1)

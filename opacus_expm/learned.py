@@ -1,0 +1,415 @@
+"""Nothing to guess: rounds that learn their own subspace, metric and step, all of it charged.
+
+The model moves in the span of directions that were released before, where a few numbers say how far. With K the metric
+(``subspaces.metric``) and u the place in it, θ = θ* + KuK,
+
+1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``), with Gaussian noise; a layer's
+   scale is a private median. Eigenvalues below the edge of the noise's own spectrum are noise: the damping is there.
+2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
+3. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
+   step of length η; in the metric no learning rate has to be found for a single layer.
+4. **Length.** For several layers the metric, which leaves out how layers act together, says the direction but not how
+   far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
+   dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
+   it corrects the place, and η with it.
+5. **Choice.** The mean of the last places, half of it, or the start: the exponential mechanism chooses by the clipped gain
+   in the records' losses.
+
+How many steps there are and what each part may cost is a public formula (``Rule``), the same for every task.
+
+**Privacy:** all of it together is (ε, δ)-DP with respect to adding or removing one record. Every number that is taken from
+the records is one of three: a sum in which a record's share has norm at most c, with normal noise of deviation c/μ, which
+is μ-GDP; a choice by the exponential mechanism from scores that one record moves by no more than a known range; or a run of
+sums over Poisson samples, which Opacus's accounting knows. What comes later depends on the records through what was
+released earlier alone, so the costs compose (adaptively, with parameters that were fixed in advance); the noise of the
+run is solved for so that the total, as the ledger computes it, is ε at δ.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from opacus_expm import _check
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.composition import least_noise
+from opacus_expm.accounting.events import PlannedEvent, Query
+from opacus_expm.books import Books
+from opacus_expm.gathering import loaders, looks
+from opacus_expm.gathering.clipping import ClippingBounds
+from opacus_expm.gathering.factors import edge
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.mechanism import curves
+from opacus_expm.mechanism.choices import chosen, symmetric_noise
+from opacus_expm.mechanism.density import Array
+from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
+from opacus_expm.subspaces.metric import Block, Metric
+from opacus_expm.subspaces.sparse import Sparse
+
+_PASSES = 10.0  # over the data, of the directions together
+_MOST_STEPS = 100
+_MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is measured
+_AVERAGED = 0.4  # of the steps, at the end
+_METRIC_SHARE = 0.08  # of μ²
+_DAMPING = 0.6  # of the edge of the noise's spectrum
+_BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5
+_LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
+_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be corrected by
+_CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
+_RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
+_LEAST_SCALE = 0.01  # of the largest among the layers
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The plan of learned rounds as a formula of public numbers: how many steps, and what each part may cost.
+
+    Attributes:
+        epsilon: ε.
+        delta: δ > 0.
+        records: N, the public number of records.
+        layers: L, the number of layers with a metric of their own.
+        bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
+    """
+
+    epsilon: float
+    delta: float
+    records: int
+    layers: int
+    bounded: bool
+
+    @cached_property
+    def mu(self) -> float:
+        """What all parts together may cost, in Gaussian terms."""
+        return curves.gaussian_mu(self.epsilon, self.delta)
+
+    @property
+    def times(self) -> int:
+        """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
+        return max(5, min(20, round(self.records * self.mu / 30)))
+
+    @property
+    def steps(self) -> int:
+        """T: more for several layers, whose steps are shorter."""
+        return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
+
+    @property
+    def sample_rate(self) -> float:
+        """q: the directions together take no more than ten passes over the data."""
+        return min(1.0, _PASSES / self.steps)
+
+    @property
+    def rate(self) -> float:
+        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several."""
+        return 2.0 if self.layers <= 1 else self.times / (4 * self.steps)
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """After how many steps a length is measured."""
+        if self.layers <= 1:
+            return ()
+        return tuple(sorted({max(1, round(self.steps * share)) for share in _MARKS}))
+
+    @property
+    def metric_mu(self) -> float:
+        """Of the 2L factors together."""
+        return self.mu * math.sqrt(_METRIC_SHARE)
+
+    @property
+    def factor_mu(self) -> float:
+        """Of each of the 2L factors."""
+        return self.metric_mu / math.sqrt(2 * max(1, self.layers))
+
+    @property
+    def scale_mu(self) -> float:
+        """Of each layer's scale: what a median among a hundred intervals needs, 30/n, but no more than 3 % of μ² in all."""
+        return min(30 / self.records, 0.17 * self.mu / math.sqrt(max(1, self.layers)))
+
+    @property
+    def bound_mu(self) -> float:
+        """Of C, on which everything depends: 60/n, but no more than 6 % of μ²."""
+        return min(60 / self.records, 0.25 * self.mu)
+
+    @property
+    def loss_mu(self) -> float:
+        """Of the bound of the losses, where it has to be bought."""
+        return min(40 / self.records, 0.17 * self.mu)
+
+    @property
+    def length_mu(self) -> float:
+        """Of each length, and of the choice."""
+        share = 0.02 if self.layers <= 1 else 0.06
+        return self.mu * math.sqrt(share / (len(self.marks) + 1))
+
+    def queries(self) -> list[tuple[str, PlannedEvent]]:
+        """Everything that is going to be asked of the records, in order, but the directions."""
+        before = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.layers else []
+        before += [("scale", _choice(self.scale_mu))] * self.layers
+        before += [("bound", _choice(self.bound_mu))]
+        before += [] if self.bounded else [("loss", _choice(self.loss_mu))]
+        length = [("length bound", _choice(self.length_mu / 2))] * 2
+        length += [("length", PlannedEvent(math.inf, self.length_mu / math.sqrt(2)))]
+        return [*before, *length * len(self.marks), ("choice", _choice(self.length_mu))]
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """σ of the directions: the least with which everything together costs (ε, δ)."""
+        others = tuple(event for _, event in self.queries())
+        return least_noise(self.epsilon, self.delta, others, self.sample_rate, self.steps)
+
+    def charges(self) -> list[PlannedEvent]:
+        """What is going to be charged, in order."""
+        run = PlannedEvent(math.inf, math.inf, runs=((self.noise_multiplier, self.sample_rate, self.steps),))
+        found = self.queries()
+        first = next(i for i, (what, _) in enumerate(found) if what.startswith(("length", "choice")))
+        return [*(e for _, e in found[:first]), run, *(e for _, e in found[first:])]
+
+
+def _choice(mu: float) -> PlannedEvent:
+    """A choice by the exponential mechanism that costs as much as μ."""
+    return PlannedEvent(curves.bounded_range_within(mu), math.inf)
+
+
+class LearnedRounds:
+    """Learned rounds over one loader: what is asked of the records, in the order of the module docstring.
+
+    Args:
+        loader: the private data, with indices.
+        measurement: how rows are found; its subspace plays no part.
+        epsilon: ε.
+        delta: δ > 0.
+        books: that charges are written into.
+    """
+
+    def __init__(self, loader: DataLoader[Any], measurement: Measurement, epsilon: float, delta: float, books: Books):
+        _check.positive("epsilon", epsilon)
+        _check.fraction("delta", delta)
+        check_learnable(loader, measurement, books)
+        books.check()
+        # Bars of single passes would tell how many records a sample has.
+        self._measurement = replace(measurement, subspace=Sparse(seed=0), proj_dim=None, progress=False)
+        self._shows = measurement.shows_progress
+        self._loader, self._books = loader, books
+        self._epsilon, self._delta = epsilon, delta
+        self._size = measurement.size_of(loader)
+        self._numbers: dict[str, int] = {}
+        self._admission: Admission | None = None
+
+    def run(self, model: nn.Module) -> nn.Module:
+        """The released model.
+
+        **Privacy:** (ε, δ)-DP; charged before each of its parts is drawn.
+        """
+        bench = Workbench(model, self._measurement)
+        outputs = looks.prepare(bench, self._loader)
+        blocks = looks.blocks(bench)
+        guess = bench.prepared[1].guessing(outputs)
+        rule = Rule(self._epsilon, self._delta, self._size, len(blocks), guess is not None)
+        self._admission = self._books.accountant.admit([rule.charges()], self._epsilon, self._delta)
+        _warn_if_faint(rule, bench.layout.size)
+        try:
+            if blocks:
+                metric = self._metric(bench, rule, blocks)
+                bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
+            bound = _BOUND_FACTOR * self._quantile(
+                "bound", looks.gradient_norms(bench, self._loader), _BOUND_QUANTILE, rule.bound_mu, _UNITS
+            )
+            if guess is None:
+                start = torch.zeros(bench.map.dim, dtype=torch.float64)
+                values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
+                guess = 2 * self._quantile("loss", values.numpy(), 0.75, rule.loss_mu)
+            return bench.module_at(self._walk(bench, rule, bound, guess))
+        finally:
+            self._admission.end()
+
+    def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
+        """Factors with noise, their roots, and each layer's scale."""
+        sums = looks.factors(bench, self._loader)
+        n = self._size
+        totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
+        deviation = 1 / rule.factor_mu
+
+        def noisy() -> Tensor:
+            random = self._books.noise.source()
+            parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in totals]
+            return torch.cat([part.flatten() for part in parts])
+
+        like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
+        released = self._ask("metric", rule.metric_mu, noisy, like)
+        scales = [self._quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
+        scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
+        parts = [p.view_as(t) / n for p, t in zip(released.split([t.numel() for t in totals]), totals, strict=True)]
+        roots = [_root(part, _DAMPING * edge(len(part), deviation / n)) for part in parts]
+        found = tuple((roots[2 * i] / scale**0.25, roots[2 * i + 1] / scale**0.25) for i, scale in enumerate(scales))
+        return Metric(blocks, found)
+
+    def _walk(self, bench: Workbench, rule: Rule, bound: float, guess: float) -> Tensor:
+        """Directions and lengths; the mean of the last places, or what is chosen instead."""
+        random = self._books.noise.source()
+        place = torch.zeros(bench.map.dim, dtype=torch.float64)
+        marked, total, count = place.clone(), place.clone(), 0
+        rate = rule.rate
+        self._ask(
+            "directions", math.inf, lambda: place, place, run=(rule.noise_multiplier, rule.sample_rate, rule.steps)
+        )
+        hidden = None if self._shows is None else not self._shows
+        for step in tqdm(range(1, rule.steps + 1), desc="rounds", unit="step", disable=hidden, leave=False):
+            bench.move(place)
+            place = place - rate * self._direction(bench, rule, bound, random)
+            if step in rule.marks:
+                longest = _FIRST_LONGEST if step == rule.marks[0] else _LONGEST
+                factor = self._length(bench, rule, place, place - marked, longest)
+                place = marked + factor * (place - marked)
+                rate, marked = rate * factor, place
+            if step > rule.steps * (1 - _AVERAGED):
+                total, count = total + place, count + 1
+        return self._chosen(bench, rule, total / count, guess)
+
+    def _direction(self, bench: Workbench, rule: Rule, bound: float, random: np.random.Generator) -> Tensor:
+        """The clipped sum over a Poisson sample with noise, per record; a part of the run that was charged."""
+        total = torch.zeros(bench.map.dim, dtype=torch.float64)
+        part = loaders.sampled(self._loader, rule.sample_rate, random)
+        if part is not None:
+            limits = ClippingBounds(bound, 0.0)
+            pad_to = bench.pieces.padded(self._loader)
+            one = bench.open(limits, self._size, self._books.ranks, pad_to)
+            bench.in_memory(lambda: one.add_pieces(bench.begin(part, "loader")), part, "loader", restart=False)
+            total = one.sums().gradient.cpu()
+        noise = torch.from_numpy(random.standard_normal(len(total)))
+        return (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._size)
+
+    def _length(self, bench: Workbench, rule: Rule, place: Tensor, moved: Tensor, longest: float) -> float:
+        """By what factor the last displacement is corrected: Newton's length along it, from a noisy pair.
+
+        With g′ and H′ the sums along the displacement's direction, both with noise, the move is −g′/H′; g′ is shrunk by its
+        known noise (positive-part James-Stein), H′ is no less than its noise's deviation.
+        """
+        reach = float(moved.norm())
+        if reach == 0:
+            return 1.0
+        pairs = looks.span_quadratics(bench, self._loader, place, (moved / reach)[:, None])
+        part = rule.length_mu / 2
+        numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
+        limits = [
+            _LENGTH_FACTOR * self._quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
+        ]
+        clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
+        deviations = torch.tensor(limits, dtype=torch.float64) / part
+
+        def noisy() -> Tensor:
+            return clipped + deviations * torch.from_numpy(self._books.noise.source().standard_normal(2))
+
+        g, h = self._ask("length", rule.length_mu / math.sqrt(2), noisy, torch.zeros(2, dtype=torch.float64)).tolist()
+        g *= max(0.0, 1 - (float(deviations[0]) / g) ** 2) if g else 0.0
+        along = -g / max(h, float(deviations[1])) / reach
+        return min(longest, max(_SHORTEST, 1 + along))
+
+    def _chosen(self, bench: Workbench, rule: Rule, mean: Tensor, guess: float) -> Tensor:
+        """The start, half of the way, or all of it, by the clipped gain in the records' losses.
+
+        A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
+        """
+        places = [share * mean for share in _CHOICES]
+        values = looks.losses(bench, self._loader, places)
+        gains = (values[:, :1] - values).nan_to_num(-guess, guess, -guess).clamp(-guess, guess).sum(0).numpy()
+        epsilon = curves.bounded_range_within(rule.length_mu)
+        logits = epsilon * gains / (2 * guess) + _RELUCTANCE
+        uniforms = self._books.noise.uniforms()
+        number = self._ask(
+            "choice",
+            math.inf,
+            lambda: torch.tensor([chosen(logits, uniforms)]),
+            torch.zeros(1, dtype=torch.long),
+            epsilon_range=epsilon,
+        )
+        return places[int(number)]
+
+    def _quantile(self, what: str, norms: Array, quantile: float, mu: float, base: Array | None = None) -> float:
+        """A private quantile, over the intervals of the grid."""
+        counts, uniforms = grid_counts(norms), self._books.noise.uniforms()
+        epsilon = curves.bounded_range_within(mu)
+
+        def draw() -> Tensor:
+            found = private_quantile(counts, quantile, epsilon, self._books.adjacency, uniforms, base)
+            return torch.tensor([found], dtype=torch.float64)
+
+        return float(self._ask(what, math.inf, draw, torch.zeros(1, dtype=torch.float64), epsilon_range=epsilon))
+
+    def _ask(
+        self,
+        what: str,
+        mu: float,
+        draw: Callable[[], Tensor],
+        like: Tensor,
+        *,
+        epsilon_range: float = math.inf,
+        run: tuple[float, float, int] | None = None,
+    ) -> Tensor:
+        """Charge, then draw."""
+        self._numbers[what] = self._numbers.get(what, 0) + 1
+        event = Query(
+            what,
+            self._epsilon,
+            self._delta,
+            self._size,
+            epsilon_range,
+            mu,
+            run,
+            self._numbers[what],
+            self._books.adjacency,
+            self._books.noise.origin,
+        )
+        return self._books.drawn(event, self._admission, draw, like)
+
+
+# Public weights of a bound: in the metric, norms are of the order of one.
+_UNITS = -np.abs(np.log2(GRID))
+
+
+def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Books) -> None:
+    """Raise for what learned rounds cannot serve, naming the way out.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    way_out = "pass radius= and proj_dim= for the source paper's one draw"
+    if books.ranks.count > 1:
+        raise ValueError(f"learned rounds run in one process, and torch.distributed has several; {way_out}")
+    if books.adjacency != "add_remove":
+        raise ValueError(f"learned rounds are counted under adjacency='add_remove', got {books.adjacency!r}; {way_out}")
+    if books.noise.secure:
+        raise ValueError(f"secure_mode has no learned rounds yet; {way_out}")
+    if measurement.views is not None:
+        raise ValueError(f"views have no part in learned rounds yet; {way_out}")
+    if loaders.dataset_size(loaders.check_loader(loader)) is None:
+        raise ValueError(f"learned rounds take samples, and loader has an iterable data set; {way_out}")
+
+
+def _warn_if_faint(rule: Rule, parameters: int) -> None:
+    """Say from public numbers that a direction can hardly be told from noise."""
+    signal = rule.records * rule.mu / math.sqrt(parameters)
+    if signal < 3:
+        warnings.warn(
+            f"with {rule.records} records, {parameters} parameters and epsilon={rule.epsilon:g} a gradient can hardly be told "
+            f"from noise (n·μ/√p = {signal:.2g}, reliable from 3): the released model may be no better than the one that "
+            "came; freeze parameters, or spend more",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _root(matrix: Tensor, damping: float) -> Tensor:
+    """(M⁺ + damping·I)^{−½}, with negative eigenvalues set to 0."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * (values.clamp(min=0) + damping).rsqrt()) @ vectors.T
