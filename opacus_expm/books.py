@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.admission import Admission
-from opacus_expm.accounting.events import Purchase, Release
+from opacus_expm.accounting.events import Event
 from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.noise import Noise
 
@@ -36,9 +36,7 @@ class Books:
         self.accountant.check_adjacency(self.adjacency)
         self.accountant.check_covered(sampler=self.noise.sampler, noise=self.noise.origin)
 
-    def drawn(
-        self, event: Release | Purchase, admission: Admission | None, draw: Callable[[], Tensor], like: Tensor
-    ) -> Tensor:
+    def drawn(self, event: Event, admission: Admission | None, draw: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Charge, then draw, both on the leading rank; what was drawn is on every rank.
 
         Args:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _files, subspaces, swap
+from opacus_expm import _check, _files, choosing, subspaces, swap
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
@@ -28,6 +28,7 @@ from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
+from opacus_expm.learned import LearnedRounds
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES
@@ -108,8 +109,8 @@ class ExpMQuadEngine(NotCopied):
         model: nn.Module,
         loader: DataLoader[Any],
         epsilon: float,
-        radius: float | Sequence[float],
-        proj_dim: int | None,
+        radius: float | Sequence[float] | None = None,
+        proj_dim: int | None = None,
         *,
         delta: float = 0.0,
         criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -132,9 +133,11 @@ class ExpMQuadEngine(NotCopied):
             loader: private data as (input, target) batches, every record once (see ``gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
-                read off the private data.
+                read off the private data. None, the default, finds metric, step and length by itself
+                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``, ``grad_sample_mode``,
+                ``max_physical_batch_size`` and ``progress`` play a part.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
-            delta: δ in [0, 1); 0 gives pure ε-DP.
+            delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
             rounds: T: each round starts from the last one's release, with statistics gathered there, on a fresh subspace.
                 The budget is split in advance: ε/T each, or of an (ε, δ) budget μ/√T each.
@@ -167,22 +170,30 @@ class ExpMQuadEngine(NotCopied):
         **Privacy:** the result is (ε, δ)-DP with respect to the loader's records under the engine's adjacency, and the
         ledger is charged before each draw. With several rounds every round's model is covered, not only the last.
         """
-        plan = Plan(
-            Budget.of(epsilon, delta, radius, regularization, rounds),
-            Bounds.of(max_grad_norm, max_curvature, subspaces.named(projection)),
-            Measurement(
-                subspaces.named(projection),
-                proj_dim,
-                criterion=criterion,
-                grad_sampling=GradSampling.named(grad_sample_mode),
-                views=views,
-                nominal_size=nominal_size,
-                max_physical_batch_size=max_physical_batch_size,
-                progress=progress,
-            ),
-            public_loader,
+        measurement = Measurement(
+            subspaces.named(projection),
+            proj_dim,
+            criterion=criterion,
+            grad_sampling=GradSampling.named(grad_sample_mode),
+            views=views,
+            nominal_size=nominal_size,
+            max_physical_batch_size=max_physical_batch_size,
+            progress=progress,
         )
         books = self.books()
+        if radius is None:
+            _check_left_out(
+                proj_dim=proj_dim,
+                max_grad_norm=max_grad_norm,
+                max_curvature=max_curvature,
+                regularization=regularization,
+                public_loader=public_loader,
+                rounds=None if rounds == 1 else rounds,
+                projection=None if projection == "sparse" else projection,
+            )
+            return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
+        bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
+        plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
         with books.together(lambda: plan.facts(check_module(model), loader)):
             return Rounds(plan, loader, books).run(check_module(model))
 
@@ -425,6 +436,47 @@ class ExpMQuadEngine(NotCopied):
             books.check()
             return release(statistics, budget, allowances(epsilon, delta)[0], books)
 
+    def choose(
+        self,
+        candidates: Sequence[nn.Module],
+        loader: DataLoader[Any],
+        epsilon: float,
+        *,
+        criterion: Callable[[Tensor, Tensor], Tensor] | str | None = None,
+        max_loss: float | None = None,
+        nominal_size: int | None = None,
+    ) -> nn.Module:
+        """One of several modules that were released already, chosen privately by how well they do on the records.
+
+        Args:
+            candidates: two or more modules that may be published: from this engine, from Opacus, or from anywhere. They have
+                the same outputs, and need not have the same architecture.
+            loader: private data to judge them by, every record once.
+            epsilon: ε of the choice, which is pure.
+            criterion: the loss of a record; or ``"error"``, which counts a record 1 where it is given a wrong class; None
+                infers a loss from the target's dtype.
+            max_loss: B, the loss at which a record is clipped; by default that of guessing among the classes.
+            nominal_size: public N, for the ledger.
+
+        Returns:
+            The chosen module itself.
+
+        Raises:
+            TypeError, ValueError: bad input, or a module that still carries private gradients; nothing is charged.
+
+        **Privacy:** the choice is ε-DP (``opacus_expm.choosing``) and in the ledger. What the candidates themselves cost is
+        not covered: it was charged when they were made, or it was not.
+        """
+        return choosing.choose(
+            candidates,
+            loader,
+            epsilon,
+            self.books(),
+            criterion=criterion,
+            max_loss=max_loss,
+            nominal_size=nominal_size,
+        )
+
     def simulate(
         self,
         statistics: Statistics,
@@ -593,6 +645,15 @@ class ExpMQuadEngine(NotCopied):
         except (TypeError, ValueError):
             return False
         return True
+
+
+def _check_left_out(**arguments: object) -> None:
+    """Refuse arguments that have no meaning without a radius."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{given[0]} has no meaning without radius=: learned rounds find it by themselves; leave it out, or pass radius="
+        )
 
 
 def _facts(statistics: object) -> dict[str, object]:

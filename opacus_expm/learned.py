@@ -63,7 +63,7 @@ _MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is me
 _AVERAGED = 0.4  # of the steps, at the end
 _METRIC_SHARE = 0.08  # of μ²
 _DAMPING = 0.6  # of the edge of the noise's spectrum
-_BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5
+_BOUND_FACTOR = 0.5
 _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
 _SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be corrected by
 _CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
@@ -142,6 +142,11 @@ class Rule:
         return min(60 / self.records, 0.25 * self.mu)
 
     @property
+    def bound_quantile(self) -> float:
+        """Of the norms, half of which is C: large for one layer, where rare classes have the largest gradients."""
+        return 0.85 if self.layers <= 1 else 0.75
+
+    @property
     def loss_mu(self) -> float:
         """Of the bound of the losses, where it has to be bought."""
         return min(40 / self.records, 0.17 * self.mu)
@@ -194,7 +199,11 @@ class LearnedRounds:
 
     def __init__(self, loader: DataLoader[Any], measurement: Measurement, epsilon: float, delta: float, books: Books):
         _check.positive("epsilon", epsilon)
-        _check.fraction("delta", delta)
+        if _check.fraction("delta", delta) == 0:
+            raise ValueError(
+                "delta must be greater than 0 where no radius is given: learned rounds are (epsilon, delta)-DP; pass "
+                "delta=1e-5, or for a pure guarantee radius= and proj_dim="
+            )
         check_learnable(loader, measurement, books)
         books.check()
         # Bars of single passes would tell how many records a sample has.
@@ -223,7 +232,7 @@ class LearnedRounds:
                 metric = self._metric(bench, rule, blocks)
                 bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
             bound = _BOUND_FACTOR * self._quantile(
-                "bound", looks.gradient_norms(bench, self._loader), _BOUND_QUANTILE, rule.bound_mu, _UNITS
+                "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
             )
             if guess is None:
                 start = torch.zeros(bench.map.dim, dtype=torch.float64)
@@ -249,7 +258,9 @@ class LearnedRounds:
         released = self._ask("metric", rule.metric_mu, noisy, like)
         scales = [self._quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
         scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
-        parts = [p.view_as(t) / n for p, t in zip(released.split([t.numel() for t in totals]), totals, strict=True)]
+        parts = [
+            p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
+        ]
         roots = [_root(part, _DAMPING * edge(len(part), deviation / n)) for part in parts]
         found = tuple((roots[2 * i] / scale**0.25, roots[2 * i + 1] / scale**0.25) for i, scale in enumerate(scales))
         return Metric(blocks, found)
@@ -313,7 +324,7 @@ class LearnedRounds:
         g, h = self._ask("length", rule.length_mu / math.sqrt(2), noisy, torch.zeros(2, dtype=torch.float64)).tolist()
         g *= max(0.0, 1 - (float(deviations[0]) / g) ** 2) if g else 0.0
         along = -g / max(h, float(deviations[1])) / reach
-        return min(longest, max(_SHORTEST, 1 + along))
+        return float(min(longest, max(_SHORTEST, 1 + along)))
 
     def _chosen(self, bench: Workbench, rule: Rule, mean: Tensor, guess: float) -> Tensor:
         """The start, half of the way, or all of it, by the clipped gain in the records' losses.
@@ -401,9 +412,9 @@ def _warn_if_faint(rule: Rule, parameters: int) -> None:
     signal = rule.records * rule.mu / math.sqrt(parameters)
     if signal < 3:
         warnings.warn(
-            f"with {rule.records} records, {parameters} parameters and epsilon={rule.epsilon:g} a gradient can hardly be told "
-            f"from noise (n·μ/√p = {signal:.2g}, reliable from 3): the released model may be no better than the one that "
-            "came; freeze parameters, or spend more",
+            f"with {rule.records} records, {parameters} parameters and epsilon={rule.epsilon:g} a gradient can hardly be "
+            f"told from noise (n·μ/√p = {signal:.2g}, reliable from 3): the released model may be no better than the one "
+            "that came; freeze parameters, or spend more",
             UserWarning,
             stacklevel=4,
         )
@@ -412,4 +423,5 @@ def _warn_if_faint(rule: Rule, parameters: int) -> None:
 def _root(matrix: Tensor, damping: float) -> Tensor:
     """(M⁺ + damping·I)^{−½}, with negative eigenvalues set to 0."""
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * (values.clamp(min=0) + damping).rsqrt()) @ vectors.T
+    found: Tensor = (vectors * (values.clamp(min=0) + damping).rsqrt()) @ vectors.T
+    return found

@@ -162,9 +162,9 @@ class ProjectedGradSampleModule(GradSampleModule):
         products = []
         for direction in directions:
             with torch.no_grad(), plain_attention():
-                outputs, product = jvp(run, (moving,), (direction,))
-            products.append(product)
-        return outputs, torch.stack(products, dim=-1)
+                found = jvp(run, (moving,), (direction,))
+            products.append(found[1])
+        return found[0], torch.stack(products, dim=-1)
 
     def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
         """Outputs, with their graph, and every call of a hooked layer."""
@@ -240,7 +240,8 @@ class ProjectedGradSampleModule(GradSampleModule):
             at = [i for i, c in enumerate(matrices) if c.layer is layer]
             found = [backprops[i] for i in at]
             if any(b is not None for b in found):
-                yield layer, *positions(layer, [matrices[i].activation for i in at], found)
+                a, b = positions(layer, [matrices[i].activation for i in at], found)
+                yield layer, a, b
 
     def _check_batch(
         self, layer: nn.Module, activations: Sequence[Tensor], backprops: Sequence[Tensor | None], batch: int

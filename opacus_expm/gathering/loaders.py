@@ -241,7 +241,9 @@ def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Gener
     taken = np.flatnonzero(random.random(len(indices)) < sample_rate) if sample_rate < 1 else np.arange(len(indices))
     if len(taken) == 0:
         return None
-    return _of_parts(loader, Subset(loader.dataset, [indices[i] for i in taken]), None, collate_fn=loader.collate_fn)
+    return _of_parts(
+        loader, Subset(loader.dataset, [indices[int(i)] for i in taken]), None, collate_fn=loader.collate_fn
+    )
 
 
 def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,24 +81,49 @@ def gradient_norms(bench: Workbench, loader: DataLoader[Any]) -> Array:
     return bench.in_memory(once, loader, "loader")
 
 
-def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
-    """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
+def losses_here(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
+    """ℓ of every record (n,) where the bench is."""
+    return _of_outputs(bench, loader, lambda outputs, targets: values_at_outputs(bench.prepared[1], outputs, targets))
+
+
+def errors(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
+    """1 for every record (n,) that is given another class than its own, else 0.
+
+    The class is the largest of several outputs, or the sign of a single one; targets are numbers of classes or one-hot.
+    """
+
+    def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape[-1] == 1:
+            found = (outputs > 0) != (targets.reshape(outputs.shape) > 0.5)
+        else:
+            found = outputs.argmax(-1) != (targets.argmax(-1) if targets.shape == outputs.shape else targets)
+        return found.double().reshape(len(outputs), -1).mean(1)
+
+    return _of_outputs(bench, loader, wrong)
+
+
+def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A number for every record, from its outputs and its target."""
 
     def once() -> Tensor:
-        columns = []
         pad_to = bench.pieces.padded(loader)
-        for place in places:
-            bench.move(place)
-            rows = []
-            for inputs, targets in bench.begin(loader, "loader"):
-                source, loss = bench.prepared
-                filled, repeated = padded(inputs, targets, pad_to)
-                outputs, _ = source.outputs_and_pullback(filled)
-                rows.append(values_at_outputs(loss, outputs, repeated)[: len(targets)].cpu())
-            columns.append(torch.cat(rows))
-        return torch.stack(columns, dim=1)
+        found = []
+        for inputs, targets in bench.begin(loader, "loader"):
+            filled, repeated = padded(inputs, targets, pad_to)
+            outputs, _ = bench.prepared[0].outputs_and_pullback(filled)
+            found.append(number(outputs, repeated)[: len(targets)].double().cpu())
+        return torch.cat(found)
 
     return bench.in_memory(once, loader, "loader")
+
+
+def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
+    """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
+    columns = []
+    for place in places:
+        bench.move(place)
+        columns.append(losses_here(bench, loader))
+    return torch.stack(columns, dim=1)
 
 
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
