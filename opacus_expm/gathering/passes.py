@@ -44,7 +44,7 @@ from opacus_expm.gathering.model import (
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.rows import GradSampling
-from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.gathering.statistics import Statistics, settings_digest
 from opacus_expm.gathering.views import EachView, Views, check_each_alone, check_views, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
@@ -107,7 +107,7 @@ class Measurement:
     def facts(self) -> dict[str, object]:
         """What has to be the same on every rank, and for a pass that goes on; by the name of the argument."""
         return {
-            "projection": repr(self.subspace),
+            "projection": (repr(self.subspace), settings_digest(self.subspace)),  # and what it has learned
             "proj_dim": self.proj_dim,
             "criterion": described(self.criterion),
             "grad_sample_mode": self.grad_sampling,
