@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,16 +54,20 @@ class Books:
             self.accountant.note(event, admission=admission)
         return found
 
-    @contextmanager
-    def together(self, facts: Callable[[], dict[str, object]]) -> Iterator[None]:
-        """A call that every rank makes with the same arguments, and that succeeds or fails on all of them."""
-        with self.ranks.together():
-            self.ranks.same(
-                lambda: {
-                    **facts(),
-                    "adjacency": self.adjacency,
-                    "secure_mode": self.noise.secure,
-                    "the ledger": self.accountant.identity(),
-                }
-            )
-            yield
+    def together(self) -> AbstractContextManager[None]:
+        """A call that every rank makes, and that succeeds or fails on all of them; what is checked is checked inside.
+
+        A rank that raised before would leave the others waiting for its next call.
+        """
+        return self.ranks.together()
+
+    def same(self, facts: Callable[[], dict[str, object]]) -> None:
+        """Refuse arguments that differ between ranks, by name."""
+        self.ranks.same(
+            lambda: {
+                **facts(),
+                "adjacency": self.adjacency,
+                "secure_mode": self.noise.secure,
+                "the ledger": self.accountant.identity(),
+            }
+        )

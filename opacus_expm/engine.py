@@ -134,8 +134,8 @@ class ExpMQuadEngine(NotCopied):
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
                 read off the private data. None, the default, finds metric, step and length by itself
-                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``, ``grad_sample_mode``,
-                ``max_physical_batch_size`` and ``progress`` play a part.
+                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``,
+                ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play a part.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
@@ -170,31 +170,32 @@ class ExpMQuadEngine(NotCopied):
         **Privacy:** the result is (ε, δ)-DP with respect to the loader's records under the engine's adjacency, and the
         ledger is charged before each draw. With several rounds every round's model is covered, not only the last.
         """
-        measurement = Measurement(
-            subspaces.named(projection),
-            proj_dim,
-            criterion=criterion,
-            grad_sampling=GradSampling.named(grad_sample_mode),
-            views=views,
-            nominal_size=nominal_size,
-            max_physical_batch_size=max_physical_batch_size,
-            progress=progress,
-        )
         books = self.books()
-        if radius is None:
-            _check_left_out(
-                proj_dim=proj_dim,
-                max_grad_norm=max_grad_norm,
-                max_curvature=max_curvature,
-                regularization=regularization,
-                public_loader=public_loader,
-                rounds=None if rounds == 1 else rounds,
-                projection=None if projection == "sparse" else projection,
+        with books.together():
+            measurement = Measurement(
+                subspaces.named(projection),
+                proj_dim,
+                criterion=criterion,
+                grad_sampling=GradSampling.named(grad_sample_mode),
+                views=views,
+                nominal_size=nominal_size,
+                max_physical_batch_size=max_physical_batch_size,
+                progress=progress,
             )
-            return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
-        bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
-        plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
-        with books.together(lambda: plan.facts(check_module(model), loader)):
+            if radius is None:
+                _check_left_out(
+                    proj_dim=proj_dim,
+                    max_grad_norm=max_grad_norm,
+                    max_curvature=max_curvature,
+                    regularization=regularization,
+                    public_loader=public_loader,
+                    rounds=None if rounds == 1 else rounds,
+                    projection=None if projection == "sparse" else projection,
+                )
+                return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
+            bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
+            plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
+            books.same(lambda: plan.facts(check_module(model), loader))
             return Rounds(plan, loader, books).run(check_module(model))
 
     def make_private_with_epsilon(
@@ -382,26 +383,32 @@ class ExpMQuadEngine(NotCopied):
         **Privacy:** the result is private data; apart from bounds, nothing is charged until something is released from it.
         Where bounds were bought, only an engine whose ledger paid for them can release from it.
         """
-        subspace = subspaces.named(projection)
-        measurement = Measurement(
-            subspace,
-            proj_dim,
-            criterion=criterion,
-            grad_sampling=GradSampling.named(grad_sample_mode),
-            views=views,
-            nominal_size=nominal_size,
-            max_physical_batch_size=max_physical_batch_size,
-            progress=progress,
-        )
-        bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-        check_subspace(subspace, bounds, public_loader)
-        if private_checkpoint is not None and subspace.seed is None:
-            raise ValueError(
-                "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one subspace"
-            )
         books = self.books()
-        facts = {"epsilon": epsilon, **vars(bounds), **measurement.facts(), "public_loader": described(public_loader)}
-        with books.together(lambda: {"model": described(check_module(model)), "loader": described(loader), **facts}):
+        with books.together():
+            subspace = subspaces.named(projection)
+            measurement = Measurement(
+                subspace,
+                proj_dim,
+                criterion=criterion,
+                grad_sampling=GradSampling.named(grad_sample_mode),
+                views=views,
+                nominal_size=nominal_size,
+                max_physical_batch_size=max_physical_batch_size,
+                progress=progress,
+            )
+            bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
+            check_subspace(subspace, bounds, public_loader)
+            if private_checkpoint is not None and subspace.seed is None:
+                raise ValueError(
+                    "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one "
+                    "subspace"
+                )
+
+            def facts(measured: Measurement) -> dict[str, object]:
+                known = {"model": described(check_module(model)), "epsilon": epsilon, **vars(bounds)}
+                return {**known, **measured.facts(), "public_loader": described(public_loader)}
+
+            books.same(lambda: {"loader": described(loader), **facts(measurement)})
             if public_loader is not None:  # before anything is measured on it
                 loaders.check_public(public_loader, loaders.check_loader(loader))
             gathering = ready(
@@ -415,8 +422,8 @@ class ExpMQuadEngine(NotCopied):
             )
             if private_checkpoint is None:
                 return gathering.over(loader)
-            facts |= {"model": described(check_module(model))}
-            return gathering.over(loader, kept=_pass_file(private_checkpoint, gathering, loader, facts))
+            kept = _pass_file(private_checkpoint, gathering, loader, facts(gathering.bench.measurement))
+            return gathering.over(loader, kept=kept)
 
     def release(
         self,
@@ -431,8 +438,10 @@ class ExpMQuadEngine(NotCopied):
 
         **Privacy:** (ε, δ)-DP under the engine's adjacency; every call is a release of its own.
         """
-        books, budget = self.books(), Budget(epsilon, delta, (radius,), regularization)
-        with books.together(lambda: {**budget.facts(), **_facts(statistics)}):
+        books = self.books()
+        with books.together():
+            budget = Budget(epsilon, delta, (radius,), regularization)
+            books.same(lambda: {**budget.facts(), **_facts(statistics)})
             books.check()
             return release(statistics, budget, allowances(epsilon, delta)[0], books)
 
@@ -536,13 +545,14 @@ class ExpMQuadEngine(NotCopied):
 
         **Privacy:** uses no private data.
         """
-        _check.positive("damping_share", damping_share)
-        _check.fraction("quantile", quantile)
-        subspace = Preconditioned() if projection is None else projection
-        measurement = Measurement(subspace, proj_dim, criterion=criterion, views=views, progress=False)
         books = self.books()
-        facts = {"damping_share": damping_share, "quantile": quantile, **measurement.facts()}
-        with books.together(lambda: {"model": described(check_module(model)), **facts}):
+        with books.together():
+            _check.positive("damping_share", damping_share)
+            _check.fraction("quantile", quantile)
+            subspace = Preconditioned() if projection is None else projection
+            measurement = Measurement(subspace, proj_dim, criterion=criterion, views=views, progress=False)
+            numbers = {"damping_share": damping_share, "quantile": quantile}
+            books.same(lambda: {"model": described(check_module(model)), **numbers, **measurement.facts()})
             learned = taught(model, measurement, public_loader, books.ranks)
             assert isinstance(learned, Preconditioned)
             assert learned.curvature is not None

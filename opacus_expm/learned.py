@@ -42,7 +42,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check
 from opacus_expm.accounting.admission import Admission
-from opacus_expm.accounting.composition import least_noise
+from opacus_expm.accounting.composition import gaussian_total, least_noise
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
@@ -170,7 +170,7 @@ class Rule:
     @cached_property
     def noise_multiplier(self) -> float:
         """σ of the directions: the least with which everything together costs (ε, δ)."""
-        others = tuple(event for _, event in self.queries())
+        others = gaussian_total([event for _, event in self.queries()])
         return least_noise(self.epsilon, self.delta, others, self.sample_rate, self.steps)
 
     def charges(self) -> list[PlannedEvent]:

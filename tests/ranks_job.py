@@ -4,6 +4,7 @@ Every scenario leaves what it saw in ``directory/scenario.rank``. No test is col
 """
 
 import copy
+import dataclasses
 import datetime
 import os
 import signal
@@ -17,7 +18,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from opacus_expm import ExpMQuadEngine, Preconditioned, Stiefel
 from opacus_expm.gathering import files
@@ -204,23 +205,33 @@ def other_machine(rank, directory):
         statistics_module.Statistics.module_at = original
 
 
+def learned(rank):
+    """A metric that was learned on each rank alone, from other public records."""
+    alone = ExpMQuadEngine(distributed=False)
+    records = loader(Subset(Records(), range(10 + rank)))
+    metric = alone.public_metric(make_model(), records, damping_share=0.1, criterion=nn.MSELoss())
+    return dataclasses.replace(metric["projection"], damping=1.0, seed=0)
+
+
 def mismatches(rank, directory):
     """What differs between the ranks is refused by name, on both; what cannot be shared out as well."""
     engine = ExpMQuadEngine()
     other = make_model()
     with torch.no_grad():
         other[0].weight[0, 0] += 1e-9 * rank
+    good_call = make_model(), loader()
     good = {"model": make_model(), "loader": loader(), "proj_dim": DIM, **GOOD}
     cases = {
         "model": {"model": other},
         "seed": {"projection": Stiefel(seed=rank)},
+        "learned": {"projection": learned(rank), "max_curvature": 0.0},
         "bound": {"max_grad_norm": 1.0 + rank},
         "size": {"loader": loader(Records(RECORDS + rank))},
         "criterion": {"criterion": nn.MSELoss(reduction="sum" if rank else "mean")},
         "sharded sampler": {"loader": loader(sampler=DistributedSampler(Records(), 2, rank))},
         "iterable": {"loader": loader(Stream()), "nominal_size": RECORDS},
         "too few": {"loader": loader(Records(1))},
-        "wrong on one rank": {"proj_dim": DIM if rank == 0 else "five"},
+        "dimension": {"proj_dim": DIM + rank},
         "sharded model": {"model": fully_shard(copy.deepcopy(make_model()).float())},
     }
     found = {name: refusal(lambda c=change: engine.gather(**{**good, **c})) for name, change in cases.items()}
@@ -238,6 +249,13 @@ def mismatches(rank, directory):
         )
     )
     statistics = engine.gather(**good)
+    # What is wrong on one rank alone fails on both, and the next call finds them together.
+    found["one-sided"] = [
+        refusal(lambda: engine.gather(**{**good, "max_grad_norm": 1.0 - rank})),
+        refusal(lambda: engine.make_private_expm(*good_call, 1.0, 0.3 if rank == 0 else -1.0, DIM, **GOOD)),
+        refusal(lambda: engine.release(statistics, 1.0 if rank == 0 else "one", 0.3)),
+        refusal(lambda: engine.public_metric(*good_call, damping_share=0.1 - 0.1 * rank, criterion=nn.MSELoss())),
+    ]
     found["epsilon"] = refusal(lambda: engine.release(statistics, 1.0 + rank, 0.3))
     if rank == 1:
         engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)

@@ -515,7 +515,7 @@ def test_calibration_by_hand(adjacency):
     """C_g = 2, C_H = 3, R = 0.5: ΔU = 2·0.5·2 + 0.25·3 = 2.75, c = ε/5.5, and c·W is what it really spends."""
     sensitivity = Sensitivity(2.0, 3.0, False, adjacency)
     found = paper.calibrate(sensitivity, 1.1, 0.5)
-    assert found.inverse_temperature == pytest.approx(0.2, rel=1e-14)
+    assert found.inverse_temperature == pytest.approx(0.2 * (1 - 1e-6), rel=1e-14)
     assert found.epsilon_range == pytest.approx(0.2 * sensitivity.width(0.5), rel=1e-14)
     assert (found.mu, found.method) == (math.inf, "paper")
 

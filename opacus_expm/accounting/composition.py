@@ -39,6 +39,7 @@ from opacus.accountants.analysis.prv import (
     discretize,
 )
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+from scipy.optimize import brentq
 from scipy.special import ndtr
 
 from opacus_expm.accounting.events import Cost, Steps
@@ -48,6 +49,7 @@ from opacus_expm.mechanism.density import Array
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 80, 96, 128, 192, 256, 384, 512, 1024])
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
+_PRECISION = 1e-3  # of ε in the numerical composition, where the points allow it
 _MAX_POINTS = 2**21  # of the numerical composition
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
 
@@ -89,32 +91,35 @@ def with_runs(events: Sequence[Cost], steps: Sequence[Steps]) -> tuple[list[Cost
 
 
 @lru_cache(maxsize=64)
-def least_noise(
-    epsilon: float, delta: float, others: tuple[Cost, ...], sample_rate: float, steps: int, tolerance: float = 2e-3
-) -> float:
-    """The noise multiplier of a run of Poisson-sampled sums that costs (ε, δ) together with other events.
+def least_noise(epsilon: float, delta: float, mu: float, sample_rate: float, steps: int) -> float:
+    """The noise multiplier of a run of Poisson-sampled sums that costs (ε, δ) together with events that are μ-GDP together.
 
-    The search ends on the private side of the root, at most ``tolerance`` (relative) above it.
+    By numerical composition, on the upper side of its error; the search ends on the private side of the root.
 
     Raises:
         ValueError: the other events alone cost more.
     """
+    precision = max(_PRECISION, 2e-3 * epsilon)
 
-    def fits(noise_multiplier: float) -> bool:
-        return exact_total(others, [(noise_multiplier, sample_rate, steps)], delta).epsilon <= epsilon
+    def excess(log_noise: float) -> float:
+        run = (math.exp(log_noise), sample_rate, steps)
+        return _composed_epsilon([GaussianPRV(mu)] if mu > 0 else [], [run], delta, precision) - epsilon
 
-    if exact_total(others, [], delta).epsilon > epsilon:
+    if curves.gaussian_epsilon(mu, delta) >= epsilon:
         raise ValueError("the other events cost more than (epsilon, delta)")
-    high = max(0.4, sample_rate * math.sqrt(steps) / curves.gaussian_mu(epsilon, delta))
-    while not fits(high):
-        high *= 1.25
-    low = high / 1.25
-    while fits(low):
-        high, low = low, low / 1.25
-    while high > low * (1 + tolerance):
-        middle = math.sqrt(high * low)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    left = math.sqrt(curves.gaussian_mu(epsilon, delta) ** 2 - mu**2)
+    high = math.log(max(0.4, 1.1 * sample_rate * math.sqrt(steps) / left))
+    while not excess(high) <= 0:
+        high += 0.2
+    low = high - 0.3
+    while excess(low) <= 0:
+        high, low = low, low - 0.3
+    if not math.isfinite(excess(low)):  # beyond what can be composed; the high end is valid
+        return math.exp(high)
+    root = float(brentq(excess, low, high, xtol=5e-4, rtol=1e-6))
+    while excess(root) > 0:
+        root += 5e-4
+    return math.exp(root)
 
 
 def failure_delta(epsilon: float, failure: float) -> float:
@@ -251,11 +256,16 @@ def _prv_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -
     ranges: list[Pair] = [BoundedRangePRV(e.epsilon_range) for e in events]
     mus = [GaussianPRV(e.mu) if math.isfinite(e.mu) else BoundedRangePRV(e.epsilon_range) for e in events]
     choices = [ranges] if ranges == mus else [ranges, mus]
+    together = gaussian_total(events) if events else 0.0
+    if steps and 0 < together < math.inf:  # one pair in the place of many, which costs less time
+        choices.append([GaussianPRV(together)])
     finite = [pairs for pairs in choices if BoundedRangePRV(math.inf) not in pairs]
     return min((_composed_epsilon(pairs, steps, delta) for pairs in finite), default=math.inf)
 
 
-def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: float) -> float:
+def _composed_epsilon(
+    pairs: Sequence[Pair], steps: Sequence[Steps], delta: float, precision: float = _PRECISION
+) -> float:
     """The upper end of the numerical composition's error interval; infinite where no such composition can be made."""
     counts: dict[Any, int] = dict(Counter(pairs))
     if len(counts) > _MAX_PAIRS:
@@ -282,7 +292,7 @@ def _composed_epsilon(pairs: Sequence[Pair], steps: Sequence[Steps], delta: floa
         return math.inf
     root = math.sqrt(compositions * math.log(12 / delta_error) / 2)
     half_width = reach + 3
-    eps_error = max(1e-3, 2 * half_width * root / _MAX_POINTS)
+    eps_error = max(precision, 2 * half_width * root / _MAX_POINTS)
     domain = Domain.create_aligned(-half_width, half_width, eps_error / root)
     try:
         pieces = [discretize(TruncatedPrivacyRandomVariable(p, domain.t_min, domain.t_max), domain) for p in prvs]

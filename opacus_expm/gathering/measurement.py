@@ -13,6 +13,7 @@ from opacus_expm import _check
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.ranks import described
 from opacus_expm.gathering.rows import GradSampling
+from opacus_expm.gathering.statistics import settings_digest
 from opacus_expm.gathering.views import Views, check_views
 from opacus_expm.subspaces import Subspace
 
@@ -67,7 +68,7 @@ class Measurement:
     def facts(self) -> dict[str, object]:
         """What has to be the same on every rank, and for a pass that goes on; by the name of the argument."""
         return {
-            "projection": repr(self.subspace),
+            "projection": (repr(self.subspace), settings_digest(self.subspace)),  # and what it has learned
             "proj_dim": self.proj_dim,
             "criterion": described(self.criterion),
             "grad_sample_mode": self.grad_sampling,

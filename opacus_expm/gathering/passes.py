@@ -343,8 +343,7 @@ class Pass(PrivateValues):
         size; the next pass takes half of it.
         """
         self._check_whole()
-        bench = self._bench
-        before = self.records
+        bench, before = self._bench, self.records
         self._in_part = True  # until all of it was added: whoever tries again would count some records twice
 
         def once() -> None:

@@ -82,7 +82,7 @@ class Statistics(PrivateValues):
             "proj_dim": self.proj_dim,
             # No projection of the full space is drawn.
             "projection's seed": self.subspace.seed if self.projection.seed is not None else None,
-            "projection's settings": _settings(self.subspace),
+            "projection's settings": settings_digest(self.subspace),
             "criterion": self.criterion,
             "probes": self.probes,
             "views": self.views,
@@ -235,7 +235,7 @@ def _fingerprint(projection: Projection) -> Tensor:
     return lifted[:: max(1, len(lifted) // _FINGERPRINT)]
 
 
-def _settings(subspace: Subspace) -> str:
+def settings_digest(subspace: Subspace) -> str:
     """A digest of what a recipe was made of besides its seed; public."""
     found = hashlib.sha256()
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import stat
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -367,6 +368,23 @@ def test_the_state_of_another_pass_is_refused_and_kept(tmp_path, name, changes):
         begun(shorter, path)
     assert path.read_bytes() == before
     assert close(begun(Interrupted(), path).sums, gather().sums)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_pass_does_not_go_on_in_a_metric_that_was_learned_elsewhere(tmp_path):
+    """Its sums would be those of two maps."""
+    recipes = [Preconditioned(rank=5, damping=1.0, seed=0)] * 2
+    options = {"damping_share": 0.1, "criterion": nn.MSELoss()}
+    for number, records in enumerate((range(10), range(10, RECORDS))):
+        learned = ExpMQuadEngine().public_metric(make_model(), loader(records), projection=recipes[number], **options)
+        recipes[number] = replace(learned["projection"], damping=1.0)
+    path = tmp_path / "file"
+    with pytest.raises(KeyboardInterrupt):
+        begun(Interrupted(at=9), path, projection=recipes[0])
+    with pytest.raises(ValueError, match=r"belongs to another pass: .*projection.* differs"):
+        begun(Interrupted(), path, projection=recipes[1])
+    found = begun(Interrupted(), path, projection=recipes[0])
+    assert close(found.sums, gather(projection=recipes[0]).sums)
 
 
 @pytest.mark.parametrize(

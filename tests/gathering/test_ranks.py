@@ -5,6 +5,7 @@ The ranks are processes of their own (``ranks_job.py``) that write down what the
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,13 +163,14 @@ SAME = "must be the same on every rank"
 REFUSALS = {
     "model": f"model {SAME}",
     "seed": f"projection {SAME}",
+    "learned": f"projection {SAME}",
     "bound": f"max_grad_norm {SAME}",
     "size": f"loader {SAME}",
     "criterion": f"criterion {SAME}",
     "sharded sampler": "DistributedSampler with 2 replicas",
     "iterable": "cannot be divided between ranks",
     "too few": "fewer records than there are ranks",
-    "wrong on one rank": f"proj_dim {SAME}",
+    "dimension": f"proj_dim {SAME}",
     "sharded model": "is sharded over ranks (FSDP2",
     "loop": "make_private_expm(..., rounds=...) on every rank",
     "epsilon": f"epsilon {SAME}",
@@ -183,6 +185,16 @@ def test_what_differs_or_cannot_be_shared_is_refused_on_every_rank(seen, case):
         assert REFUSALS[case] in found[case]
         assert str(job.RECORDS) not in found[case]
         assert found["charged"] == 0
+
+
+def test_what_is_wrong_on_one_rank_alone_fails_on_both(seen):
+    """Checked where the others hear of it: else they would wait for that rank's next call, and take it for this one."""
+    first, second = (found["one-sided"] for found in seen["mismatches"])
+    assert len(first) == len(second) == 4
+    for message in first:
+        assert message.startswith("RankFailed: rank 1 failed")
+    for message, name in zip(second, ("max_grad_norm", "radius", "epsilon", "damping_share"), strict=True):
+        assert re.match(rf"(Type|Value)Error: {name} must be ", message)
 
 
 def test_a_rank_that_raises_fails_both_and_charges_nothing(seen):
