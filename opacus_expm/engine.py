@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,15 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _files, choosing, subspaces, swap
+from opacus_expm import _check, checkpoints, choosing, subspaces, swap
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
 from opacus_expm.gathering import loaders
-from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module
-from opacus_expm.gathering.passes import Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
@@ -33,7 +30,8 @@ from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES
 from opacus_expm.noise import Noise
-from opacus_expm.rounds import Budget, Gathering, Plan, Rounds, check_subspace, ready, release, taught
+from opacus_expm.public import public_metric, taught
+from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
 from opacus_expm.subspaces import Preconditioned, Subspace
 
 
@@ -277,26 +275,11 @@ class ExpMQuadEngine(NotCopied):
         admitted here, and every draw is charged before it is made. Losses of the loop are private, and have no value.
         """
         books = self.books()
-        if books.ranks.count > 1:
-            raise ValueError(
-                "make_private_with_epsilon steers a training loop in one process, and torch.distributed has several: call "
-                "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
-            )
-        if noise_generator is not None:
-            raise ValueError(
-                "noise_generator belongs to the engine: ExpMQuadEngine(noise_generator=...), for tests and simulations only"
-            )
+        _check_loop(books, noise_generator)
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
-        mode = swap.check_protocol(
-            loss,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            grad_sample_mode=grad_sample_mode if isinstance(grad_sample_mode, str) else None,
-            wrap_model=wrap_model,
-        )
-        sampling = grad_sample_mode if isinstance(grad_sample_mode, GradSampling) else GradSampling(mode)
+        named = grad_sample_mode if isinstance(grad_sample_mode, str) else None
+        protocol = swap.Protocol(batch_first, loss_reduction, poisson_sampling, clipping, named, wrap_model)
+        mode = protocol.checked(loss)
         if public_loader is not None:
             loaders.check_public(public_loader, data_loader, "data_loader")
         subspace = subspaces.named(projection)
@@ -306,25 +289,18 @@ class ExpMQuadEngine(NotCopied):
                 f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop has no pass "
                 "over the private data in which it could be bought; make_private_expm has"
             )
-        epsilon, delta = (
+        budget = Budget.of(
             _check.positive("target_epsilon", target_epsilon),
             _check.fraction("target_delta", target_delta),
+            radius,
+            regularization,
+            _check.positive_int("epochs", epochs),
         )
-        plan = Plan(
-            Budget.of(epsilon, delta, radius, regularization, _check.positive_int("epochs", epochs)),
-            bounds,
-            Measurement(
-                subspace,
-                proj_dim,
-                criterion=loss,
-                grad_sampling=sampling,
-                views=views,
-                nominal_size=nominal_size,
-                max_physical_batch_size=max_physical_batch_size,
-                progress=progress,
-            ),
-            public_loader,
+        sampling = grad_sample_mode if isinstance(grad_sample_mode, GradSampling) else GradSampling(mode)
+        measurement = Measurement(
+            subspace, proj_dim, loss, sampling, views, nominal_size, max_physical_batch_size, progress
         )
+        plan = Plan(budget, bounds, measurement, public_loader)
         # Batches come one by one: the size of a piece cannot be read off the loader they come from.
         pieces = loaders.Pieces(max_physical_batch_size or loaders.batch_size(data_loader))
         rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=swap.unfinished(module))
@@ -422,7 +398,7 @@ class ExpMQuadEngine(NotCopied):
             )
             if private_checkpoint is None:
                 return gathering.over(loader)
-            kept = _pass_file(private_checkpoint, gathering, loader, facts(gathering.bench.measurement))
+            kept = gathering.file(private_checkpoint, loader, facts(gathering.bench.measurement))
             return gathering.over(loader, kept=kept)
 
     def release(
@@ -553,18 +529,7 @@ class ExpMQuadEngine(NotCopied):
             measurement = Measurement(subspace, proj_dim, criterion=criterion, views=views, progress=False)
             numbers = {"damping_share": damping_share, "quantile": quantile}
             books.same(lambda: {"model": described(check_module(model)), **numbers, **measurement.facts()})
-            learned = taught(model, measurement, public_loader, books.ranks)
-            assert isinstance(learned, Preconditioned)
-            assert learned.curvature is not None
-            learned = replace(learned, damping=damping_share * float(learned.curvature.eigenvalues[0]))
-            bench = Workbench(model, replace(measurement, subspace=learned.seeded(0)))
-            bounds = Bounds(None, 0.0).measured(bench, public_loader, {"max_grad_norm": quantile})
-            bound = torch.tensor([bounds.max_grad_norm], dtype=torch.float64)
-            return {
-                "projection": learned,
-                "max_grad_norm": float(books.ranks.from_leader(bound)),  # ranks may round differently
-                "max_curvature": 0.0,
-            }
+            return public_metric(model, public_loader, measurement, damping_share, quantile, books.ranks)
 
     def get_epsilon(self, delta: float = 0.0) -> float:
         """ε spent so far at the given δ (0 for the pure guarantee), over everything in the ledger."""
@@ -586,13 +551,7 @@ class ExpMQuadEngine(NotCopied):
             module: a private module.
             checkpoint_dict: further entries of the user's own.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        content = dict(checkpoint_dict or {})
-        content["module_state_dict"] = module.state_dict()
-        content["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        with _files.replacing(path) as file:
-            torch.save(content, file)
+        checkpoints.save(path, module, self.accountant, checkpoint_dict)
 
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
         """Load weights into ``module`` and the ledger into this engine; no code in the file is run.
@@ -606,25 +565,7 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        content = _files.load_tensors(path)
-        needed = ("module_state_dict", "privacy_accountant_state_dict")
-        if not isinstance(content, dict) or any(not isinstance(content.get(key), dict) for key in needed):
-            raise ValueError(
-                f"{os.fspath(path)!r} is not a checkpoint of ExpMQuadEngine: it needs {' and '.join(needed)}"
-            )
-        before = copy.deepcopy(module.state_dict())
-        try:
-            module.load_state_dict(content.pop("module_state_dict"))
-            self.accountant.load_state_dict(content.pop("privacy_accountant_state_dict"))
-        except BaseException as error:  # an interrupt, too, must not leave new weights with an old ledger
-            module.load_state_dict(before)
-            if not isinstance(error, Exception):
-                raise
-            # torch fails in many ways on weights that are none
-            raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
-        return content
+        return checkpoints.load(path, module, self.accountant)
 
     def validate(
         self,
@@ -666,35 +607,24 @@ def _check_left_out(**arguments: object) -> None:
         )
 
 
+def _check_loop(books: Books, noise_generator: object) -> None:
+    """Refuse a training loop on several ranks, and noise that is not the engine's."""
+    if books.ranks.count > 1:
+        raise ValueError(
+            "make_private_with_epsilon steers a training loop in one process, and torch.distributed has several: call "
+            "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
+        )
+    if noise_generator is not None:
+        raise ValueError(
+            "noise_generator belongs to the engine: ExpMQuadEngine(noise_generator=...), for tests and simulations only"
+        )
+
+
 def _facts(statistics: object) -> dict[str, object]:
     """What of statistics has to be the same on every rank."""
     if not isinstance(statistics, Statistics):
         raise TypeError(f"statistics must come from gather(), got {type(statistics).__name__}")
     return {"statistics": (statistics.configuration, sorted(statistics.shards), statistics.nominal_size)}
-
-
-def _pass_file(
-    path: str | os.PathLike[str], gathering: Gathering, loader: DataLoader[Any], facts: dict[str, object]
-) -> PassFile:
-    """The file of this rank's part of a pass."""
-    if gathering.bounds.source == "bought":
-        raise ValueError(
-            "private_checkpoint cannot keep a pass that buys its bounds: pass max_grad_norm= and max_curvature=, or "
-            "public_loader="
-        )
-    ranks = gathering.ranks
-    if ranks.count > 1:
-        path = f"{os.fspath(path)}.rank{ranks.rank}of{ranks.count}"
-    warnings.warn(
-        f"gather(private_checkpoint=...) keeps PRIVATE data in {os.fspath(path)!r} until the pass is complete: sums "
-        "over private records, without noise; delete the file if the pass is given up",
-        UserWarning,
-        stacklevel=3,
-    )
-    bounds = {name: getattr(gathering.bounds, name) for name in ("max_grad_norm", "max_curvature")}
-    size = gathering.bench.pieces.padded(loader)
-    where = {"loader": (described(loader), loaders.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
-    return PassFile(path, {**facts, **bounds, **where, "max_physical_batch_size": size})
 
 
 def make_private_expm(

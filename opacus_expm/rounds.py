@@ -7,7 +7,9 @@ pass ─▶ Statistics
 
 from __future__ import annotations
 
+import os
 import secrets
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -27,7 +29,7 @@ from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_resolution
-from opacus_expm.gathering.passes import Pass, PublicRecords, Remembered, Workbench
+from opacus_expm.gathering.passes import Pass, Remembered, Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.mechanism.calibration import (
@@ -40,6 +42,7 @@ from opacus_expm.mechanism.calibration import (
     default_regularization,
 )
 from opacus_expm.mechanism.density import Array, BallGaussian
+from opacus_expm.public import taught
 from opacus_expm.subspaces import Subspace
 from opacus_expm.subspaces.shrinkage import public_variance
 
@@ -209,21 +212,29 @@ class Gathering:
             loader, self.bounds, self.nominal_size, self.ranks, remembered=self.remembered, kept=kept
         )
 
+    def file(self, path: str | os.PathLike[str], loader: DataLoader[Any], facts: dict[str, object]) -> PassFile:
+        """The file in which this rank keeps the state of its part of the pass, which warns that it is private."""
+        if self.bounds.source == "bought":
+            raise ValueError(
+                "private_checkpoint cannot keep a pass that buys its bounds: pass max_grad_norm= and max_curvature=, or "
+                "public_loader="
+            )
+        ranks = self.ranks
+        if ranks.count > 1:
+            path = f"{os.fspath(path)}.rank{ranks.rank}of{ranks.count}"
+        warnings.warn(
+            f"gather(private_checkpoint=...) keeps PRIVATE data in {os.fspath(path)!r} until the pass is complete: sums "
+            "over private records, without noise; delete the file if the pass is given up",
+            UserWarning,
+            stacklevel=3,
+        )
+        bounds = {name: getattr(self.bounds, name) for name in ("max_grad_norm", "max_curvature")}
+        where = {"loader": (described(loader), loaders.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}
+        return PassFile(path, {**facts, **bounds, **where, "max_physical_batch_size": self.bench.pieces.padded(loader)})
+
     def open(self) -> Pass:
         """A pass whose batches come one by one, from a training loop."""
         return self.bench.open(self.bounds, self.nominal_size, self.ranks, self.bench.pieces.padded(None))
-
-
-def taught(model: nn.Module, measurement: Measurement, public_loader: DataLoader[Any] | None, ranks: Ranks) -> Subspace:
-    """The subspace's recipe with what it learns from public data, the same on every rank."""
-    subspace = measurement.subspace
-    if not subspace.needs_public_data:
-        return subspace
-    assert public_loader is not None
-    loaders.check_loader(public_loader, "public_loader")
-    found = PublicRecords.of(model, measurement, public_loader).teach(subspace)
-    ranks.adopt([t for t in found.to_dict().get("curvature", {}).values() if isinstance(t, Tensor)])
-    return found
 
 
 def ready(

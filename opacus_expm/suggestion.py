@@ -221,98 +221,21 @@ def suggest(
     _check.positive_int("repeats", repeats)
     _check.count("finals", finals)
     _check.seed("seed", seed)
+    public = _Public.of(public_loader, shift, seed)
     module = check_module(model)
-    plain, y = _records(public_loader)
-    x = _shifted(plain, shift, seed)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
-    kept = min(len(x) - max(1, int(_HELD_OUT * len(x))), _STAND_INS)
-    held_out = (x[order[kept:]], y[order[kept:]])
-    stand_ins = TensorDataset(x[order[:kept]], y[order[:kept]])
-    loader = DataLoader(stand_ins, batch_size=_BATCH)
-    own = order[:kept][:_PUBLIC_ROLE]
-    public = {
-        shifted: DataLoader(TensorDataset(inputs[own], y[own]), batch_size=_BATCH)
-        for shifted, inputs in ((True, x), (False, plain))
-    }
-    value, judged_by = _judge(criterion, *held_out)
+    value, judged_by = _judge(criterion, *public.held_out)
     size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    more = n / kept
-    rehearsed_epsilon = more * epsilon
-    if delta > 0:  # the (ε, δ) whose μ is larger by n/n₀
-        rehearsed_epsilon = curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, delta), delta)
     candidates = default_candidates(size, delta, views=views is not None) if candidates is None else candidates
-    if not candidates:
-        raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
-    if views is None and any(candidate.seen for candidate in candidates):
-        raise ValueError("views must be given for candidates with seen=True: a function from inputs to a list of them")
-    if any(candidate.scaled and candidate.damping_share is None for candidate in candidates):
-        raise ValueError(
-            "damping_share must be given for candidates with scaled=True: units are measured in its metric"
-        )
-
-    def gathering(trial: _Trial) -> dict[str, Any]:
-        """What a pass and a release have in common."""
-        candidate = trial.candidate
-        return {
-            "proj_dim": candidate.proj_dim,
-            "public_loader": public[candidate.shifted],
-            "views": views if candidate.seen else None,
-            "criterion": criterion,
-            "progress": False,
-            "projection": candidate.recipe(),
-            **trial.metric,
-        }
-
-    def units(trial: _Trial) -> dict[str, float]:
-        """The units of the parameters, from the two halves of the stand-ins."""
-        settings = gathering(trial)
-        settings["projection"] = settings["projection"].seeded(seed)
-        halves = [
-            ExpMQuadEngine(distributed=False).gather(module, DataLoader(half, batch_size=_BATCH), **settings)
-            for half in (Subset(stand_ins, range(kept // 2)), Subset(stand_ins, range(kept // 2, kept)))
-        ]
-        gradients = [statistics.sums.gradient for statistics in halves]
-        return measured_scales(halves[0].layout, halves[0].projection, *gradients, seed=seed)
-
-    def measured(trial: _Trial, scales: dict[str, float] | None = None) -> dict[str, Any]:
-        """The public metric of a candidate."""
-        candidate = trial.candidate
-        recipe = candidate.recipe()
-        assert isinstance(recipe, Preconditioned)
-        assert candidate.damping_share is not None
-        return ExpMQuadEngine(distributed=False).public_metric(
-            module,
-            public[candidate.shifted],
-            candidate.proj_dim,
-            damping_share=candidate.damping_share,
-            quantile=candidate.quantile,
-            projection=replace(recipe, scales=scales),
-            criterion=criterion,
-            views=views if candidate.seen else None,
-        )
-
-    def rehearse(trial: _Trial, repeat: int) -> None:
-        candidate = trial.candidate
-        if candidate.damping_share is not None and not trial.metric:
-            trial.metric = measured(trial)
-            if candidate.scaled:
-                trial.metric = measured(trial, units(trial))
-        settings = gathering(trial)
-        settings["projection"] = settings["projection"].seeded(seed + 1000 * repeat)
-        engine = ExpMQuadEngine(distributed=False, noise_generator=np.random.default_rng([seed, repeat]))
-        private = engine.make_private_expm(
-            module, loader, rehearsed_epsilon, candidate.radius, delta=delta, rounds=candidate.rounds, **settings
-        )
-        trial.values.append(value(private))
-        trial.release = engine.accountant.releases[-1]
-
+    _check_candidates(candidates, views)
+    rehearsal = _Rehearsal(module, public, criterion, views, delta, seed)
+    budget = rehearsal.budget(epsilon, n)
     trials = [_Trial(candidate) for candidate in candidates]
     for trial, repeat in itertools.product(trials, range(repeats)):
-        rehearse(trial, repeat)
+        rehearsal.run(trial, repeat, budget, value)
     trials.sort(key=_Trial.worth)
     finalists = trials[:_FINALISTS]
     for trial, repeat in itertools.product(finalists, range(repeats, repeats + finals)):
-        rehearse(trial, repeat)
+        rehearsal.run(trial, repeat, budget, value)
     # Among themselves: whoever was behind after few rehearsals stays behind.
     tried = sorted(finalists, key=_Trial.worth) + trials[_FINALISTS:]
     best, release = tried[0].candidate, tried[0].release
@@ -322,12 +245,134 @@ def suggest(
         release.max_grad_norm,
         release.max_curvature,
         tried[0].metric.get("projection", best.recipe()),
-        public[best.shifted],
+        public.loaders[best.shifted],
         views if best.seen else None,
         tuple((trial.candidate, trial.mean()) for trial in tried),
         value(module),
         judged_by,
     )
+
+
+def _check_candidates(candidates: Sequence[Candidate], views: Views | None) -> None:
+    """Refuse an empty list, and candidates that lack what they need."""
+    if not candidates:
+        raise ValueError("candidates must not be empty: pass settings to try, or None for the default ones")
+    if views is None and any(candidate.seen for candidate in candidates):
+        raise ValueError("views must be given for candidates with seen=True: a function from inputs to a list of them")
+    if any(candidate.scaled and candidate.damping_share is None for candidate in candidates):
+        raise ValueError(
+            "damping_share must be given for candidates with scaled=True: units are measured in its metric"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Public:
+    """Public records in their roles.
+
+    Attributes:
+        stand_ins: shifted, in the place of private ones.
+        held_out: inputs and targets of those that judge, shifted too.
+        loaders: of some that give bounds and public curvature, shifted (True) or as they are (False).
+    """
+
+    stand_ins: TensorDataset
+    held_out: tuple[Tensor, Tensor]
+    loaders: dict[bool, DataLoader[Any]]
+
+    @classmethod
+    def of(cls, public_loader: DataLoader[Any], shift: Callable[[Tensor], Tensor] | None, seed: int) -> _Public:
+        """Shifted and split at random."""
+        plain, y = _records(public_loader)
+        x = _shifted(plain, shift, seed)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed + 1))
+        kept = min(len(x) - max(1, int(_HELD_OUT * len(x))), _STAND_INS)
+        own = order[:kept][:_PUBLIC_ROLE]
+        return cls(
+            TensorDataset(x[order[:kept]], y[order[:kept]]),
+            (x[order[kept:]], y[order[kept:]]),
+            {
+                shifted: DataLoader(TensorDataset(inputs[own], y[own]), batch_size=_BATCH)
+                for shifted, inputs in ((True, x), (False, plain))
+            },
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rehearsal:
+    """What all rehearsals of one suggestion have in common."""
+
+    module: nn.Module
+    public: _Public
+    criterion: Callable[[Tensor, Tensor], Tensor] | None
+    views: Views | None
+    delta: float
+    seed: int
+
+    def budget(self, epsilon: float, n: int) -> float:
+        """The ε with which so few stand-ins have the noise, relative to the sums, that n records have with ε."""
+        more = n / len(self.public.stand_ins)
+        if self.delta == 0:
+            return more * epsilon
+        # the (ε, δ) whose μ is larger by n/n₀
+        return curves.gaussian_epsilon(more * curves.gaussian_mu(epsilon, self.delta), self.delta)
+
+    def run(self, trial: _Trial, repeat: int, budget: float, value: Callable[[nn.Module], float]) -> None:
+        """One release of a candidate on the stand-ins, and what it is worth."""
+        candidate = trial.candidate
+        if candidate.damping_share is not None and not trial.metric:
+            trial.metric = self._measured(candidate)
+            if candidate.scaled:
+                trial.metric = self._measured(candidate, self._units(trial))
+        settings = self._settings(trial)
+        settings["projection"] = settings["projection"].seeded(self.seed + 1000 * repeat)
+        engine = ExpMQuadEngine(distributed=False, noise_generator=np.random.default_rng([self.seed, repeat]))
+        loader = DataLoader(self.public.stand_ins, batch_size=_BATCH)
+        private = engine.make_private_expm(
+            self.module, loader, budget, candidate.radius, delta=self.delta, rounds=candidate.rounds, **settings
+        )
+        trial.values.append(value(private))
+        trial.release = engine.accountant.releases[-1]
+
+    def _settings(self, trial: _Trial) -> dict[str, Any]:
+        """What a pass and a release have in common."""
+        candidate = trial.candidate
+        return {
+            "proj_dim": candidate.proj_dim,
+            "public_loader": self.public.loaders[candidate.shifted],
+            "views": self.views if candidate.seen else None,
+            "criterion": self.criterion,
+            "progress": False,
+            "projection": candidate.recipe(),
+            **trial.metric,
+        }
+
+    def _measured(self, candidate: Candidate, scales: dict[str, float] | None = None) -> dict[str, Any]:
+        """The public metric of a candidate."""
+        recipe = candidate.recipe()
+        assert isinstance(recipe, Preconditioned)
+        assert candidate.damping_share is not None
+        return ExpMQuadEngine(distributed=False).public_metric(
+            self.module,
+            self.public.loaders[candidate.shifted],
+            candidate.proj_dim,
+            damping_share=candidate.damping_share,
+            quantile=candidate.quantile,
+            projection=replace(recipe, scales=scales),
+            criterion=self.criterion,
+            views=self.views if candidate.seen else None,
+        )
+
+    def _units(self, trial: _Trial) -> dict[str, float]:
+        """The units of the parameters, from the two halves of the stand-ins."""
+        settings, records = self._settings(trial), self.public.stand_ins
+        settings["projection"] = settings["projection"].seeded(self.seed)
+        middle = len(records) // 2
+        halves = [
+            ExpMQuadEngine(distributed=False).gather(self.module, DataLoader(half, batch_size=_BATCH), **settings)
+            for half in (Subset(records, range(middle)), Subset(records, range(middle, len(records))))
+        ]
+        gradients = [statistics.sums.gradient for statistics in halves]
+        return measured_scales(halves[0].layout, halves[0].projection, *gradients, seed=self.seed)
 
 
 def default_candidates(size: int, delta: float, *, views: bool = False) -> list[Candidate]:

@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "opacus_expm"
 LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 15
 
-LONG_FILES = {"opacus_expm/engine.py"}
-LONG_FUNCTIONS = {
-    "opacus_expm/engine.py:ExpMQuadEngine.make_private_with_epsilon",
-    "opacus_expm/suggestion.py:suggest",
-}
+LONG_FILES = {"opacus_expm/engine.py"}  # more than half of it are docstrings, which are the reference
 # The two that parallel Opacus's own.
 WIDE_SIGNATURES = {
     "opacus_expm/engine.py:ExpMQuadEngine.make_private_expm",
@@ -211,7 +207,7 @@ def test_files_are_short():
 
 
 def test_functions_are_short():
-    assert {name for name, function in named_functions() if length(function) > FUNCTION_LINES} == LONG_FUNCTIONS
+    assert {name for name, function in named_functions() if length(function) > FUNCTION_LINES} == set()
 
 
 def test_signatures_are_narrow():

@@ -26,7 +26,7 @@ from opacus_expm.gathering.loaders import rows_loader
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.rounds import taught
+from opacus_expm.public import taught
 from opacus_expm.subspaces import Subspace
 
 _PUBLIC_RECORDS = 5000  # of the public data at the most, for bounds and public subspaces

@@ -41,6 +41,6 @@ forward pass. Like the records themselves they must not leave the script.
 """
 
 from opacus_expm.swap.epoch import Gathering, Rounds
-from opacus_expm.swap.stand_ins import StandIns, check_protocol, originals, stand_ins, unfinished
+from opacus_expm.swap.stand_ins import Protocol, StandIns, originals, stand_ins, unfinished
 
-__all__ = ["Gathering", "Rounds", "StandIns", "check_protocol", "originals", "stand_ins", "unfinished"]
+__all__ = ["Gathering", "Protocol", "Rounds", "StandIns", "originals", "stand_ins", "unfinished"]

@@ -8,6 +8,7 @@ The module is the user's own object; the optimizer, the criterion and the loader
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,41 +174,47 @@ def _check_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
         )
 
 
-def check_protocol(
-    criterion: Loss,
-    *,
-    batch_first: bool,
-    loss_reduction: str,
-    poisson_sampling: bool,
-    clipping: str,
-    grad_sample_mode: str | None,
-    wrap_model: bool,
-) -> str | None:
-    """Refuse options of Opacus that have no meaning here, and translate its gradient mode.
+@dataclass(frozen=True)
+class Protocol:
+    """Options of Opacus's that a loop may bring along; the fields are Opacus's own words."""
 
-    Raises:
-        ValueError: an option that has no meaning here, with what to use instead.
-    """
-    if not batch_first:
-        raise ValueError("batch_first=False is not supported: a record is a row of its batch; transpose in the module")
-    if poisson_sampling:
-        raise ValueError(
-            "poisson_sampling=True has no meaning here: every record counts exactly once an epoch; leave it out"
-        )
-    if not wrap_model:
-        raise ValueError("wrap_model=False has no meaning here: the module is never wrapped; leave it out")
-    reduction = getattr(criterion, "reduction", loss_reduction)
-    if _check.one_of("loss_reduction", loss_reduction, ("mean", "sum")) != reduction:
-        raise ValueError(f"loss_reduction={loss_reduction!r} is not the criterion's {reduction!r}; make them agree")
-    if clipping in ("per_layer", "adaptive"):
-        raise ValueError(
-            f"clipping={clipping!r} has no meaning here: a record's projected gradient has one bound; use 'flat' with "
-            "max_grad_norm= or, to have it measured, public_loader="
-        )
-    _check.one_of("clipping", clipping, ("flat",))
-    if grad_sample_mode is not None:
-        _check.one_of("grad_sample_mode", grad_sample_mode, ("ghost", "hooks", "functorch"))
-    return None if grad_sample_mode == "ghost" else grad_sample_mode
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    grad_sample_mode: str | None
+    wrap_model: bool
+
+    def checked(self, criterion: Loss) -> str | None:
+        """Refuse what has no meaning here, and translate the gradient mode.
+
+        Raises:
+            ValueError: an option that has no meaning here, with what to use instead.
+        """
+        if not self.batch_first:
+            raise ValueError(
+                "batch_first=False is not supported: a record is a row of its batch; transpose in the module"
+            )
+        if self.poisson_sampling:
+            raise ValueError(
+                "poisson_sampling=True has no meaning here: every record counts exactly once an epoch; leave it out"
+            )
+        if not self.wrap_model:
+            raise ValueError("wrap_model=False has no meaning here: the module is never wrapped; leave it out")
+        reduction = getattr(criterion, "reduction", self.loss_reduction)
+        if _check.one_of("loss_reduction", self.loss_reduction, ("mean", "sum")) != reduction:
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} is not the criterion's {reduction!r}; make them agree"
+            )
+        if self.clipping in ("per_layer", "adaptive"):
+            raise ValueError(
+                f"clipping={self.clipping!r} has no meaning here: a record's projected gradient has one bound; use 'flat' "
+                "with max_grad_norm= or, to have it measured, public_loader="
+            )
+        _check.one_of("clipping", self.clipping, ("flat",))
+        if self.grad_sample_mode is not None:
+            _check.one_of("grad_sample_mode", self.grad_sample_mode, ("ghost", "hooks", "functorch"))
+        return None if self.grad_sample_mode == "ghost" else self.grad_sample_mode
 
 
 def unfinished(module: nn.Module) -> Rounds | None:

@@ -1,0 +1,55 @@
+"""Released weights and the ledger in one file, as ``opacus.PrivacyEngine`` saves them; never statistics."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_expm import _files
+from opacus_expm.accounting.accountant import ExpMAccountant
+
+
+def save(
+    path: str | os.PathLike[str], module: nn.Module, accountant: ExpMAccountant, more: dict[str, Any] | None
+) -> None:
+    """Write the file as a whole, or leave an earlier one as it was."""
+    _check_module(module)
+    content = dict(more or {})
+    content["module_state_dict"] = module.state_dict()
+    content["privacy_accountant_state_dict"] = accountant.state_dict()
+    with _files.replacing(path) as file:
+        torch.save(content, file)
+
+
+def load(path: str | os.PathLike[str], module: nn.Module, accountant: ExpMAccountant) -> dict[str, Any]:
+    """Load weights and ledger, both or neither, without running code from the file; the user's own entries are left.
+
+    Raises:
+        ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
+    """
+    _check_module(module)
+    content = _files.load_tensors(path)
+    needed = ("module_state_dict", "privacy_accountant_state_dict")
+    if not isinstance(content, dict) or any(not isinstance(content.get(key), dict) for key in needed):
+        raise ValueError(f"{os.fspath(path)!r} is not a checkpoint of ExpMQuadEngine: it needs {' and '.join(needed)}")
+    before = copy.deepcopy(module.state_dict())
+    try:
+        module.load_state_dict(content.pop("module_state_dict"))
+        accountant.load_state_dict(content.pop("privacy_accountant_state_dict"))
+    except BaseException as error:  # an interrupt, too, must not leave new weights with an old ledger
+        module.load_state_dict(before)
+        if not isinstance(error, Exception):
+            raise
+        # torch fails in many ways on weights that are none
+        raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
+    return content
+
+
+def _check_module(module: object) -> None:
+    """Raise for anything that has no weights."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
