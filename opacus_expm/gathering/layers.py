@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
-from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.base import LinearRows, Projection
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -73,21 +73,22 @@ class Places:
 def _linear(layer: nn.Linear, activations: list[Tensor], places: Places, rows: int) -> Rule:
     """Weight gradient: Σ over positions of output gradient ⊗ input; bias gradient: Σ of output gradients.
 
-    All calls of the layer (the time steps of a recurrent one) become positions of one product. For a dense projection,
-    one position and several rows, the input is contracted with A first: (in + rows) instead of in·rows products for
-    each output and each of the k columns.
+    All calls of the layer (the time steps of a recurrent one) become positions of one product. Some maps have a faster
+    way (``Projection.linear``).
     """
     x = _positions(activations)
-    weight, bias, projection = layer.weight, layer.bias, places.projection
-    contracted: Tensor | None = None
-    if weight in places.starts and x.shape[1] == 1 and rows > 1:
-        contracted = projection.contracted(x[:, 0], weight.shape, places.starts[weight])
+    weight, bias = layer.weight, layer.bias
+    place = None if bias is None else places.starts.get(bias)
+    quick: LinearRows | None = None
+    if weight in places.starts:
+        quick = places.projection.linear(x, weight.shape, places.starts[weight], place, rows)
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         d = _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
-        if contracted is not None:
-            row += torch.einsum("bo,bok->bk", d[:, 0], contracted)
-        elif weight in places.starts:
+        if quick is not None:
+            quick(row, d)
+            return
+        if weight in places.starts:
             for piece in places.pieces(len(row), layer):
                 places.add(row[piece], {weight: torch.bmm(d[piece].transpose(1, 2), x[piece])})
         if bias is not None and bias in places.starts:

@@ -13,7 +13,7 @@ process and on every device (up to rounding for ``Stiefel``, whose columns come 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,9 @@ from opacus_expm import _check
 from opacus_expm.subspaces.layout import Layout
 
 Array = npt.NDArray[np.float64]
+
+
+LinearRows = Callable[[Tensor, Tensor], None]  # (out (B, width), output gradients (B, positions, out))
 
 
 class Projection(Protocol):
@@ -63,10 +66,19 @@ class Projection(Protocol):
         Equal indices add up; ``values`` is (N, T, d), ``index`` (N, T).
         """
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> Tensor | None:
-        """Σ_i inputs[b, i]·A[start + o·I + i] as (B, O, k), for a weight (O, I); None where that saves nothing.
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
+        """A faster way to the rows of a linear layer with this weight (out, in), or None where there is none.
 
-        A linear layer's projected gradient is the product of its output gradient with this, for any number of rows.
+        Args:
+            inputs: what the layer gets (B, positions, in).
+            shape: of the weight.
+            weight: place of the weight in R^p.
+            bias: place of the bias in R^p, or None.
+            rows: how many rows there are going to be for these inputs.
+
+        Returns:
+            A function that adds Aᵀ(per-sample gradients) to a row's ``out`` (B, width), for output gradients
+            (B, positions, out).
         """
 
     def finish(self, out: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class FullSpace:
         """Copy the table to its place."""
         self.add_projected(out, table(values, index, count), start)
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """The identity is not read as a matrix."""
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+        """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""

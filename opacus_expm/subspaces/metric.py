@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Array, Projection, PublicRows, table
+from opacus_expm.subspaces.base import Array, LinearRows, Projection, PublicRows, table
 from opacus_expm.subspaces.layout import Layout
 
 
@@ -53,6 +53,13 @@ class Block:
         if self.bias is not None:
             parts.append(rows[..., self.bias : self.bias + self.outputs, None])
         return torch.cat(parts, dim=-1)
+
+    def add(self, rows: Tensor, matrix: Tensor) -> None:
+        """Add matrices to vectors, in place."""
+        if self.weight is not None:
+            rows[..., self.weight : self.weight + self.outputs * self.inputs] += matrix[..., : self.inputs].flatten(-2)
+        if self.bias is not None:
+            rows[..., self.bias : self.bias + self.outputs] += matrix[..., -1]
 
     def put(self, rows: Tensor, matrix: Tensor) -> None:
         """Write matrices back into vectors, in place."""
@@ -123,26 +130,53 @@ class MetricMap:
         return self.size
 
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
-        """Copy the rows to their place; the factors come at the end."""
-        out[:, start : start + rows.shape[1]] += rows
+        """Apply the factors to a weight or to a bias alone, because the map is linear in both; or to any other run."""
+        for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
+            if start == block.weight and rows.shape[1] == block.outputs * block.inputs:
+                matrix = rows.reshape(len(rows), block.outputs, block.inputs) @ k_a[: block.inputs].to(rows)
+            elif start == block.bias and rows.shape[1] == block.outputs:
+                matrix = rows[:, :, None] * k_a[-1].to(rows)
+            else:
+                continue
+            block.add(out, k_b.to(rows) @ matrix)
+            return
+        whole = rows.new_zeros(len(rows), self.size)
+        whole[:, start : start + rows.shape[1]] = rows
+        out += self.lift(whole)
 
     def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
-        """Copy the table to its place."""
+        """Through the dense table."""
         self.add_projected(out, table(values, index, count), start)
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """The factors come at the end."""
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
+        """The factors are applied to inputs and output gradients, before their product, where positions are few.
+
+        A gradient Σ b⊗[a 1] becomes Σ (K_B b)⊗(K_A [a 1]): d_in² products for a position instead of for an output.
+        """
+        found = [(b, k) for b, k in zip(self.blocks, self.roots, strict=True) if b.weight == weight]
+        if not found or inputs.shape[1] >= shape[0]:
+            return None
+        block, (k_a, k_b) = found[0]
+        a = inputs @ k_a[: block.inputs].to(inputs)
+        if block.bias is not None:
+            a = a + k_a[-1].to(inputs)
+
+        def add(out: Tensor, backprops: Tensor) -> None:
+            b = backprops @ k_b.to(backprops)
+            block.add(out, torch.bmm(b.transpose(1, 2), a))
+
+        return add
 
     def finish(self, out: Tensor) -> Tensor:
-        """Apply the factors."""
-        found = out.clone()
-        for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
-            block.put(found, k_b.to(out) @ (block.matrix(out) @ k_a.to(out)))
-        return found
+        """Nothing is left to do."""
+        return out
 
     def lift(self, coordinates: Tensor) -> Tensor:
-        """Apply the factors."""
-        return self.finish(coordinates)
+        """Apply the factors, which are their own transposes."""
+        found = coordinates.clone()
+        for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
+            block.put(found, k_b.to(coordinates) @ (block.matrix(coordinates) @ k_a.to(coordinates)))
+        return found
 
     def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
         """Nothing is taken out."""

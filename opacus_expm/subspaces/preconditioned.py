@@ -232,8 +232,8 @@ class PreconditionedMap:
         """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """None: the two maps are applied one after the other."""
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+        """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Pᵀv − (PᵀV) diag(…) (Vᵀv)."""
@@ -302,8 +302,8 @@ class Scaled:
         units = self.scales[start : start + count * values.shape[2]].view(count, -1)
         self.inner.add_looked_up(out, values * units[index], index, count, start)
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """None: rows are brought to their units before the product."""
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+        """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:
         """As the projection B does."""

@@ -105,8 +105,8 @@ class SparseMap:
         signed = values * self.weight[place].view(shape)[index]
         out.scatter_add_(1, self.bucket[place].view(shape)[index].flatten(1).long(), signed.flatten(1))
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> None:
-        """None: a sparse map is not read as a matrix."""
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+        """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus_expm.subspaces import shrinkage
-from opacus_expm.subspaces.base import Array, Projection, PublicRows, check_dim, check_recipe, table
+from opacus_expm.subspaces.base import Array, LinearRows, Projection, PublicRows, check_dim, check_recipe, table
 from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.layout import Layout
 
@@ -107,10 +107,22 @@ class Columns:
         """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
-    def contracted(self, inputs: Tensor, shape: torch.Size, start: int) -> Tensor:
-        """The input times the columns: (in + rows) instead of in·rows products for each output and column."""
-        a = self.matrix[start : start + shape.numel()].view(*shape, -1)  # (out, in, k)
-        return torch.einsum("bi,oik->bok", inputs, a)
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
+        """For one position and several rows the input is contracted with the columns first.
+
+        That takes (in + rows) instead of in·rows products for each output and column.
+        """
+        if inputs.shape[1] != 1 or rows == 1:
+            return None
+        a = self.matrix[weight : weight + shape.numel()].view(*shape, -1)  # (out, in, k)
+        contracted = torch.einsum("bi,oik->bok", inputs[:, 0], a)
+
+        def add(out: Tensor, backprops: Tensor) -> None:
+            out += torch.einsum("bo,bok->bk", backprops[:, 0], contracted)
+            if bias is not None:
+                self.add_projected(out, backprops.sum(1), bias)
+
+        return add
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""
