@@ -234,18 +234,17 @@ def check_fault(call, options, fault, directory, draws, expected, error=Keyboard
     return len(charged)
 
 
-def undisturbed(call, options, path):
-    """The weights that a call gives."""
-    engine = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path)
-    return weights(call(engine, make_model(), **options_of(**options)))
+def undisturbed(call, options, path, watch=None):
+    """The weights that a call gives, whose lines may be watched."""
+    engine, model = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path), make_model()
+    with watch.watching() if watch else contextlib.nullcontext():
+        return weights(call(engine, model, **options_of(**options)))
 
 
 def watched(call, options, path):
     """The weights that a call gives, and the places in the package that it passes."""
     watch = Interruption()
-    with watch.watching():
-        found = undisturbed(call, options, path)
-    return found, watch.places()
+    return undisturbed(call, options, path, watch), watch.places()
 
 
 def some_of(places, points):
@@ -351,7 +350,11 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("stage", "name"),
     quick.only(
-        [("ledger", "hooks"), ("sampler", "loop"), *((stage, "functorch") for stage in FAULTS)],
+        [
+            ("ledger", "hooks"),
+            ("sampler", "loop"),
+            *((stage, "functorch") for stage in ("model", "disk", "new module")),
+        ],
         itertools.product(FAULTS, ["hooks", "functorch", "loop"]),
     ),
 )
