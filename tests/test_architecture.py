@@ -181,6 +181,7 @@ print(json.dumps([first, sorted(sys.modules), where]))
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_no_experiment_no_audit_and_no_plots():
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, cwd=ROOT)
     alone, asked, where = json.loads(done.stdout)

@@ -59,6 +59,7 @@ def test_compare_prints_a_table_and_writes_three_files(capsys, tmp_path, small_t
     assert found.row("non-private").mean < 0.9 * zero_shot
 
 
+@pytest.mark.slow
 def test_compare_goes_on_where_it_was(capsys, tmp_path, monkeypatch):
     assert cli.main([*SMALL, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out

@@ -19,6 +19,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     out, ledger = tmp_path / "private.pt", tmp_path / "ledger.jsonl"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -31,6 +32,7 @@ def test_torchrun(tmp_path):
     assert list(weights) == ["0.weight", "0.bias", "2.weight", "2.bias"]  # of the plain module
 
 
+@pytest.mark.slow
 def test_ray(tmp_path):
     pytest.importorskip("ray")
     out = tmp_path / "private.pt"

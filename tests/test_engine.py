@@ -480,6 +480,7 @@ def _dp_sgd_step(accountant="expm"):
     return privacy, loader
 
 
+@pytest.mark.slow
 def test_opacus_trains_on_the_same_ledger():
     privacy, poisson = _dp_sgd_step()
     spent = privacy.get_epsilon(1e-5)
@@ -542,12 +543,14 @@ def _mean_losses(task, change=lambda statistics: statistics):
     return found
 
 
+@pytest.mark.slow
 def test_sine_regression_improves(sine):
     zero_shot = tasks.loss(sine.model, sine.test, sine.criterion)
     assert zero_shot < 0.1
     assert max(_mean_losses(sine)) < zero_shot
 
 
+@pytest.mark.slow
 def test_sine_regression_does_not_improve_uphill(sine):
     zero_shot = tasks.loss(sine.model, sine.test, sine.criterion)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick
 import torch
 from hypothesis import settings
 from torch import nn
@@ -104,17 +105,22 @@ class Interruption:
     """Raises at the n-th line that the package executes, or counts the lines and says where they are."""
 
     def __init__(self, at=None):
-        self.at, self.places, self.where = at, [], None
+        self.at, self.passed, self.where = at, [], None
 
     def __call__(self, frame, event, _):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line":
-            self.places.append((str(Path(frame.f_code.co_filename).relative_to(PACKAGE)), frame.f_lineno))
-            if len(self.places) - 1 == self.at:
-                self.where = self.places[-1]
+            self.passed.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.passed) - 1 == self.at:
+                self.where = self.places()[-1]
                 raise KeyboardInterrupt
         return self
+
+    def places(self):
+        """The lines that were passed, with their files as the package knows them."""
+        names = {file: str(Path(file).relative_to(PACKAGE)) for file, _ in self.passed}
+        return [(names[file], number) for file, number in self.passed]
 
     @contextlib.contextmanager
     def watching(self):
@@ -228,12 +234,17 @@ def check_fault(call, options, fault, directory, draws, expected, error=Keyboard
     return len(charged)
 
 
-def undisturbed(call, options, path):
+def undisturbed(call, options, path, watch=None):
+    """The weights that a call gives, whose lines may be watched."""
+    engine, model = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path), make_model()
+    with watch.watching() if watch else contextlib.nullcontext():
+        return weights(call(engine, model, **options_of(**options)))
+
+
+def watched(call, options, path):
     """The weights that a call gives, and the places in the package that it passes."""
-    engine, watch = ExpMQuadEngine(budget=(3.0, 0.0), ledger_path=path), Interruption()
-    with watch.watching():
-        found = call(engine, make_model(), **options_of(**options))
-    return weights(found), watch.places
+    watch = Interruption()
+    return undisturbed(call, options, path, watch), watch.places()
 
 
 def some_of(places, points):
@@ -262,12 +273,12 @@ def is_cleanup(place):
 
 
 @pytest.mark.filterwarnings("ignore:a private bound")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick.only(["functorch"], CALLS))
 def test_an_interrupt_at_any_line(name, tmp_path, monkeypatch):
     """At every line that the call passes where there is time (HYPOTHESIS_PROFILE=fuzz), else at some."""
     call, options = CALLS[name]
     (tmp_path / "before").mkdir()
-    expected, places = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    expected, places = watched(call, options, tmp_path / "before" / "ledger.jsonl")
     directory, draws = tmp_path / "ledger", Draws(monkeypatch)
     directory.mkdir()
     seen = set()
@@ -284,7 +295,7 @@ def test_a_fault_that_leaves_something_behind_is_noticed(tmp_path, monkeypatch):
     """The check itself can fail: a pass that works on the user's own module, and a draw before its charge."""
     call, options = CALLS["hooks"]
     (tmp_path / "before").mkdir()
-    expected, places = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    expected, places = watched(call, options, tmp_path / "before" / "ledger.jsonl")
     directory, draws = tmp_path / "ledger", Draws(monkeypatch)
     directory.mkdir()
     middle = next(n for n, (file, _) in enumerate(places) if file == "gathering/layers.py")
@@ -336,15 +347,24 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["hooks", "functorch", "loop"])
-@pytest.mark.parametrize("stage", FAULTS)
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    quick.only(
+        [
+            ("ledger", "hooks"),
+            ("sampler", "loop"),
+            *((stage, "functorch") for stage in ("model", "disk", "new module")),
+        ],
+        itertools.product(FAULTS, ["hooks", "functorch", "loop"]),
+    ),
+)
 def test_an_exception_at_any_stage(stage, name, tmp_path, monkeypatch):
     call, options = CALLS[name]
     target, attribute, numbers = FAULTS[stage]
     if stage == "model, backward" and name == "functorch":
         pytest.skip("functorch has no such call")
     (tmp_path / "before").mkdir()
-    expected, _ = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    expected = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
     directory, draws = tmp_path / "ledger", Draws(monkeypatch)
     directory.mkdir()
     for number in numbers:
@@ -390,12 +410,13 @@ def test_an_exception_in_a_worker():
     assert torch.equal(weights(found), weights(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hooks", "loop"])
 def test_a_polite_request_to_stop(name, tmp_path, monkeypatch):
     """SIGTERM, with the handler that turns it into SystemExit, in the pass and in the draw."""
     call, options = CALLS[name]
     (tmp_path / "before").mkdir()
-    expected, _ = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
+    expected = undisturbed(call, options, tmp_path / "before" / "ledger.jsonl")
     directory, draws = tmp_path / "ledger", Draws(monkeypatch)
     directory.mkdir()
 

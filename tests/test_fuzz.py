@@ -1,6 +1,6 @@
 """Hypothesis over what can be passed in and what can be in a file.
 
-By default few examples, the same in every run; with HYPOTHESIS_PROFILE=fuzz many new ones (see CONTRIBUTING).
+Few examples, the same in every run; with HYPOTHESIS_PROFILE=fuzz many new ones (see CONTRIBUTING).
 """
 
 import copy
@@ -27,6 +27,7 @@ from opacus_expm.experiments.journal import Journal
 from opacus_expm.experiments.results import Comparison, Row
 from opacus_expm.experiments.task import train_once
 
+pytestmark = pytest.mark.slow
 FUZZ = settings.get_current_profile_name() == "fuzz"
 
 

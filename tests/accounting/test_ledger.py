@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import quick
 import torch
 from filelock import FileLock
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.accounting.ledger import LedgerError, LedgerFile
 from opacus_expm.mechanism.sampling import Exact
 
+EVERY_BYTE_OR_SOME = pytest.mark.parametrize("every", quick.only([13], [1, 13]))
 HEADER = b'{"format": "opacus-expm ledger", "version": 1, '
 
 
@@ -335,11 +337,12 @@ def test_an_altered_byte_is_noticed(tmp_path_factory, complete, data, byte):
         ExpMAccountant(ledger_path=path)
 
 
-def test_an_altered_last_line_is_noticed(path, complete):
+@EVERY_BYTE_OR_SOME
+def test_an_altered_last_line_is_noticed(path, complete, every):
     """Every byte of it, its end of line included: an alteration is refused, or it changes no charge."""
     content, expected = complete
     passed = []
-    for position in range(content.rindex(b"\n", 0, -1) + 1, len(content)):
+    for position in sorted({*range(content.rindex(b"\n", 0, -1) + 1, len(content), every), len(content) - 1}):
         for byte in b'09 x"':
             path.write_bytes(altered(content, position, byte))
             try:
@@ -493,10 +496,10 @@ def survives(path, torn, sure):
     assert charged(path)[0] == [*first, release(3.0)]
 
 
-def failing_cuts(path, content, start, stop, sure):
-    """Cuts of the content in [start, stop) that the ledger does not survive."""
+def failing_cuts(path, content, start, stop, sure, every):
+    """Cuts of the content in [start, stop), the last included, that the ledger does not survive."""
     failed = {}
-    for cut in range(start, stop):
+    for cut in sorted({*range(start, stop, every), stop - 1}):
         try:
             survives(path, content[:cut], sure)
         except (AssertionError, LedgerError) as error:
@@ -515,31 +518,35 @@ def two_releases(path):
     return content, [i + 1 for i, byte in enumerate(content) if byte == 10]
 
 
-def test_a_last_line_torn_anywhere(path, two_releases):
+@EVERY_BYTE_OR_SOME
+def test_a_last_line_torn_anywhere(path, two_releases, every):
     content, ends = two_releases
-    assert failing_cuts(path, content, ends[1], len(content) + 1, [release(1.0)]) == {}
+    assert failing_cuts(path, content, ends[1], len(content) + 1, [release(1.0)], every) == {}
 
 
-def test_a_header_torn_anywhere(path, two_releases):
+@EVERY_BYTE_OR_SOME
+def test_a_header_torn_anywhere(path, two_releases, every):
     content, ends = two_releases
-    assert failing_cuts(path, content, 0, ends[0] + 1, []) == {}
+    assert failing_cuts(path, content, 0, ends[0] + 1, [], every) == {}
 
 
-def test_a_second_crash_while_a_torn_line_is_closed(path, two_releases):
+@EVERY_BYTE_OR_SOME
+def test_a_second_crash_while_a_torn_line_is_closed(path, two_releases, every):
     content, ends = two_releases
     path.write_bytes(content[: ends[1] + 30])
     charged(path)
     closed = path.read_bytes()
     assert len(closed) > ends[1] + 30
-    assert failing_cuts(path, closed, ends[1] + 30, len(closed) + 1, [release(1.0)]) == {}
+    assert failing_cuts(path, closed, ends[1] + 30, len(closed) + 1, [release(1.0)], every) == {}
 
 
-def test_a_second_crash_while_a_torn_header_is_closed(path, two_releases):
+@EVERY_BYTE_OR_SOME
+def test_a_second_crash_while_a_torn_header_is_closed(path, two_releases, every):
     content, _ = two_releases
     path.write_bytes(content[:30])
     charged(path)
     closed = path.read_bytes()
-    assert failing_cuts(path, closed, 30, len(closed) + 1, []) == {}
+    assert failing_cuts(path, closed, 30, len(closed) + 1, [], every) == {}
 
 
 def test_a_torn_line_in_the_middle_is_not_excused(path, two_releases):
@@ -736,6 +743,7 @@ def nursery():
     started.close()
 
 
+@pytest.mark.slow
 def test_two_processes_lose_nothing(path, tmp_path, nursery):
     go = tmp_path / "go"
     pids = [
@@ -749,6 +757,7 @@ def test_two_processes_lose_nothing(path, tmp_path, nursery):
     assert ExpMAccountant(ledger_path=path).get_epsilon() == 25 * 0.75
 
 
+@pytest.mark.slow
 def test_two_processes_keep_one_budget(path, tmp_path, nursery):
     """Thirty releases of 0.125 fit into 3.75, whoever makes them; both go on trying."""
     go = tmp_path / "go"
@@ -763,6 +772,7 @@ def test_two_processes_keep_one_budget(path, tmp_path, nursery):
     assert len(verify_chain(path)) == 32  # a header, the budget, and thirty charges
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_has_charged_what_it_released(path, tmp_path, nursery):
     """Killed after a random number of releases and a random moment more; every model that left is in the ledger."""
     source, released = random.Random(0), tmp_path / "released"
@@ -788,6 +798,7 @@ def test_a_process_killed_at_any_moment_has_charged_what_it_released(path, tmp_p
     assert ExpMAccountant(ledger_path=path).get_epsilon() == pytest.approx(0.01 * charges, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_the_draw_has_charged_it(path, tmp_path, nursery):
     """The same without chance; an engine that charges after the draw does not pass."""
     assert nursery.run("die", path=str(path), late=False) == -signal.SIGKILL
@@ -798,6 +809,7 @@ def test_a_process_killed_in_the_draw_has_charged_it(path, tmp_path, nursery):
     assert [r.epsilon for r in charged(late)[0]] == [0.25]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 1, 100])
 def test_a_full_disk_is_noticed(path, nursery, room):
     """Writing part of a line is not a charge: the release must fail, and the ledger go on."""

@@ -21,6 +21,7 @@ def _canary_audit(epsilon, *, canary=True, seed=0, **options):
     return report.findings[0]
 
 
+@pytest.mark.slow
 def test_black_box_comes_half_way_to_a_pure_epsilon_of_one():
     """With 25,000 draws bounds scatter by 0.06 around 0.5, with 80,000, as on the command line, by 0.03 around 0.57."""
     found = _canary_audit(1.0, releases=25_000, draws_per_pass=12_500, seed=2)
@@ -28,6 +29,7 @@ def test_black_box_comes_half_way_to_a_pure_epsilon_of_one():
     assert 0.5 <= found.found <= 1.0
 
 
+@pytest.mark.slow
 def test_black_box_of_whole_releases():
     found = _canary_audit(8.0, releases=250)
     assert found.claimed == 8.0

@@ -423,6 +423,7 @@ def test_the_command_writes_figures_data_and_table(task, tmp_path, monkeypatch, 
     assert written.reference("zero-shot").means[0] == pytest.approx(zero_shot, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_without_a_directory_the_command_makes_one(task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
     monkeypatch.setattr(simulation, "EXPERIMENTS", {"sine": (SETTING, EFFORT)})
@@ -433,6 +434,7 @@ def test_without_a_directory_the_command_makes_one(task, tmp_path, monkeypatch, 
     assert (tmp_path / "reproduction" / "sine.json").exists()
 
 
+@pytest.mark.slow
 def test_quick_runs_say_so(task, monkeypatch):
     monkeypatch.setattr(tasks, "sine", lambda seed: dataclasses.replace(task, name="sine"))
     monkeypatch.setattr(simulation, "EXPERIMENTS", {"sine": (SETTING, EFFORT)})

@@ -1,6 +1,6 @@
 """The timer of the benchmarks: the order of runs, what is not run again, medians and ratios, and processes."""
 
-import importlib
+import importlib.util
 import json
 import pkgutil
 import subprocess
@@ -13,7 +13,12 @@ from benchmarks.timing import Timings, interleaved
 from opacus_expm.experiments.journal import Journal
 
 
-@pytest.mark.parametrize("name", [found.name for found in pkgutil.iter_modules(benchmarks.__path__)])
+def runs(found):
+    """Whether ``python -m`` runs this module: any file, and a folder that has a ``__main__``."""
+    return not found.ispkg or importlib.util.find_spec(f"benchmarks.{found.name}.__main__") is not None
+
+
+@pytest.mark.parametrize("name", [found.name for found in pkgutil.iter_modules(benchmarks.__path__) if runs(found)])
 def test_every_benchmark_can_be_imported_and_says_how_to_run_it(name):
     module = importlib.import_module(f"benchmarks.{name}")
     assert name == "timing" or f"    python -m benchmarks.{name} " in module.__doc__

@@ -1,11 +1,13 @@
 """The privacy property of the clipped sums: one record, whatever it holds, moves them by one record's worth."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+import quick
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,8 +159,14 @@ def neighbours(draw):
 # --- One record ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    quick.only(
+        [(torch.float64, "functorch"), (torch.float32, "hooks")],
+        itertools.product([torch.float64, torch.float32], ["hooks", "functorch"]),
+    ),
+    ids=["float64-hooks", "float64-functorch", "float32-hooks", "float32-functorch"],
+)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(drawn=neighbours())
@@ -178,7 +186,9 @@ def test_one_record_moves_the_sums_by_one_records_worth(case, dtype, mode, drawn
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype", quick.only([torch.float32], [torch.float64, torch.float32]), ids=["float64", "float32"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_record_next_to_every_other(case, dtype):
     """Every content of one record, in a data set whose other records are just as bad."""

@@ -78,6 +78,7 @@ def close(first, second):
     return torch.allclose(first, second, rtol=1e-14, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_sums_of_one_on_a_size_that_does_not_divide(seen):
     one, (first, second) = alone().sums, seen["gather"]
     assert job.RECORDS % RANKS != 0
@@ -91,6 +92,7 @@ def test_two_ranks_give_the_sums_of_one_on_a_size_that_does_not_divide(seen):
     assert not close(first["gradient"], 2 * one.gradient - without.gradient)
 
 
+@pytest.mark.slow
 def test_every_record_is_visited_once_on_one_rank(seen):
     first, second = (set(found["visited"]) for found in seen["gather"])
     assert len(seen["gather"][0]["visited"]) == len(first) == 21
@@ -98,6 +100,7 @@ def test_every_record_is_visited_once_on_one_rank(seen):
     assert first | second == set(range(job.RECORDS))
 
 
+@pytest.mark.slow
 def test_only_sums_and_one_count_cross_the_network(seen):
     """Besides words of success (one integer each) and digests of public facts (32 bytes each)."""
     for found in seen["gather"]:
@@ -110,6 +113,7 @@ def test_only_sums_and_one_count_cross_the_network(seen):
         assert "hidden" in found["repr"]
 
 
+@pytest.mark.slow
 def test_one_rank_charges_and_draws_and_all_get_the_model(seen):
     first, second = seen["released"]
     assert torch.equal(first["weights"], second["weights"])
@@ -126,6 +130,7 @@ def test_one_rank_charges_and_draws_and_all_get_the_model(seen):
     assert not torch.allclose(first["again"], job.flat(reference), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "dpddp"])
 def test_rounds_with_bought_bounds_on_wrapped_models(seen, wrapper):
     first, second = (found[wrapper] for found in seen["wrapped"])
@@ -145,6 +150,7 @@ def test_counts_of_parts_are_the_counts_of_the_whole():
     assert np.array_equal(grid_counts(norms[::2]) + grid_counts(norms[1::2]), grid_counts(norms))
 
 
+@pytest.mark.slow
 def test_public_data_serves_ranks_that_shuffle_it_apart(seen):
     first, second = seen["public"]
     assert torch.equal(first["weights"], second["weights"])
@@ -154,6 +160,7 @@ def test_public_data_serves_ranks_that_shuffle_it_apart(seen):
         assert torch.equal(tensor, second["curvature"][name])
 
 
+@pytest.mark.slow
 def test_ranks_that_round_differently_end_with_the_leading_ranks_model(seen):
     first, second = seen["other_machine"]
     assert torch.equal(first["weights"], second["weights"])
@@ -178,6 +185,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_differs_or_cannot_be_shared_is_refused_on_every_rank(seen, case):
     for found in seen["mismatches"]:
@@ -187,6 +195,7 @@ def test_what_differs_or_cannot_be_shared_is_refused_on_every_rank(seen, case):
         assert found["charged"] == 0
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_one_rank_alone_fails_on_both(seen):
     """Checked where the others hear of it: else they would wait for that rank's next call, and take it for this one."""
     first, second = (found["one-sided"] for found in seen["mismatches"])
@@ -197,6 +206,7 @@ def test_what_is_wrong_on_one_rank_alone_fails_on_both(seen):
         assert re.match(rf"(Type|Value)Error: {name} must be ", message)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_fails_both_and_charges_nothing(seen):
     first, second = seen["raises"]
     assert first["message"].startswith("RankFailed: rank 1 failed")
@@ -206,6 +216,7 @@ def test_a_rank_that_raises_fails_both_and_charges_nothing(seen):
     assert first["charged later"] == second["charged later"] == 1
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_for_all_ranks(seen):
     first, second = seen["budget"]
     assert first["message"].startswith("BudgetExceeded: ")
@@ -215,6 +226,7 @@ def test_a_budget_is_kept_for_all_ranks(seen):
         assert found["charged"] == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_pass_goes_on_where_each_rank_was(seen):
     first, second = seen["resumed"]
     for found in seen["resumed"]:
@@ -228,6 +240,7 @@ def test_an_interrupted_pass_goes_on_where_each_rank_was(seen):
     assert second["after"] == list(range(17, job.RECORDS, 2))
 
 
+@pytest.mark.slow
 def test_every_rank_draws_randomness_of_its_own_for_its_records(seen):
     """A seed that all ranks share would give the records of one rank the noise of another's."""
     first, second = (found["noise"] for found in seen["augmented"])
@@ -235,10 +248,12 @@ def test_every_rank_draws_randomness_of_its_own_for_its_records(seen):
     assert all(found["left alone"] for found in seen["augmented"])
 
 
+@pytest.mark.slow
 def test_one_rank_may_work_alone(seen):
     assert close(seen["alone"][0]["gradient"], alone().sums.gradient)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_pass_stops_the_other_and_nothing_is_charged(seen):
     assert seen["codes"] == [0, -signal.SIGKILL]
     [found] = seen["killed"]

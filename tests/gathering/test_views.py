@@ -143,6 +143,7 @@ def test_one_record_moves_the_sums_by_one_records_worth_whatever_its_views(huge)
     assert values.max() <= 0.1 * RECORDS * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_curvature_is_the_mean_over_views_on_average():
     """Probed, as for sequences: the mean over many passes is JᵀLJ, averaged over the views; its sum is something else."""
     model, x, y = problem()

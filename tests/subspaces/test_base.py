@@ -104,6 +104,7 @@ for recipe in (Stiefel(5), Sparse(5)):
 """
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides_the_map_in_another_process_too() -> None:
     ran = subprocess.run([sys.executable, "-c", _ELSEWHERE], capture_output=True, text=True, check=True, timeout=60)
     stiefel, sparse = (torch.tensor(json.loads(line), dtype=torch.float64).T for line in ran.stdout.splitlines())

@@ -343,6 +343,7 @@ def test_only_as_many_public_records_as_fit_are_used(monkeypatch):
 # --- What is large, and what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_full_space_of_a_large_model():
     """More than 100,000 parameters, no k × k matrix: gradients alone, in the metric of public curvature."""
     with torch.random.fork_rng(devices=[]):
