@@ -119,11 +119,23 @@ def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Ten
 
 def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
     """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
-    columns = []
-    for place in places:
-        bench.move(place)
-        columns.append(losses_here(bench, loader))
-    return torch.stack(columns, dim=1)
+    updates = [bench.lifted(place) for place in places]
+
+    # In one pass: a loader that shuffles has another order in the next, and a row would be of several records.
+    def once() -> Tensor:
+        pad_to = bench.pieces.padded(loader)
+        found = []
+        for inputs, targets in bench.begin(loader, "loader"):
+            filled, repeated = padded(inputs, targets, pad_to)
+            columns = []
+            for update in updates:
+                bench.shift(update)
+                outputs, _ = bench.prepared[0].outputs_and_pullback(filled)
+                columns.append(values_at_outputs(bench.prepared[1], outputs, repeated)[: len(targets)].double().cpu())
+            found.append(torch.stack(columns, dim=1))
+        return torch.cat(found)
+
+    return bench.in_memory(once, loader, "loader")
 
 
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
