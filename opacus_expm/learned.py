@@ -69,6 +69,7 @@ _SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be c
 _CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
 _LEAST_SCALE = 0.01  # of the largest among the layers
+_MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,14 @@ class LearnedRounds:
         total = torch.zeros(bench.map.dim, dtype=torch.float64)
         part = loaders.sampled(self._loader, rule.sample_rate, random)
         if part is not None:
-            limits = ClippingBounds(bound, 0.0)
-            pad_to = bench.pieces.padded(self._loader)
-            one = bench.open(limits, self._size, self._books.ranks, pad_to)
-            bench.in_memory(lambda: one.add_pieces(bench.begin(part, "loader")), part, "loader", restart=False)
-            total = one.sums().gradient.cpu()
+            sample, limits = part, ClippingBounds(bound * _MARGIN, 0.0)
+
+            def once() -> Tensor:
+                one = bench.open(limits, self._size, self._books.ranks, bench.pieces.padded(sample))
+                one.add_pieces(bench.begin(sample, "loader"))
+                return one.sums().gradient.cpu()
+
+            total = bench.in_memory(once, sample, "loader")
         noise = torch.from_numpy(random.standard_normal(len(total)))
         return (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._size)
 
