@@ -245,7 +245,7 @@ class LearnedRounds:
 
     def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale."""
-        sums = looks.factors(bench, self._loader)
+        sums = looks.factors(bench, self._loader, self._books.noise.source())
         n = self._size
         totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
         deviation = 1 / rule.factor_mu

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -54,15 +55,15 @@ def blocks(bench: Workbench) -> tuple[Block, ...]:
     return tuple(blocks_of(source._module, bench.layout).values())
 
 
-def factors(bench: Workbench, loader: DataLoader[Any]) -> FactorSums:
-    """Kronecker factors of the layers, over all records."""
+def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> FactorSums:
+    """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
 
     def once() -> FactorSums:
         stream = bench.begin(loader, "loader")
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
         found = blocks_of(source._module, bench.layout)
-        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader))
+        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader), random)
 
     return bench.in_memory(once, loader, "loader")
 
