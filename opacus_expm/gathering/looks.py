@@ -18,6 +18,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
 from opacus_expm.gathering.factors import FactorSums, blocks_of, factor_sums
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
+from opacus_expm.gathering.model import ran_out_of_memory
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
@@ -142,7 +143,7 @@ def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) 
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
     """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
 
-    By s forward-mode products where hooks serve the model, else by the rows of the Jacobian. A record whose gradient or
+    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian. A record whose gradient or
     matrix is not finite has zeros in both.
     """
 
@@ -173,7 +174,11 @@ def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor
     if isinstance(source, ProjectedGradSampleModule):
         lifted = [bench.map.lift(column) for column in columns]
         tangents = [{name: v[place].view(shape) for name, shape, place in bench.layout.slices()} for v in lifted]
-        return source.outputs_and_products(inputs, tangents)
+        try:
+            return source.outputs_and_products(inputs, tangents)
+        except (NotImplementedError, RuntimeError) as error:
+            if ran_out_of_memory(error):
+                raise  # otherwise an operation of the model has no forward mode: its rows serve as well
     outputs, pullback = source.outputs_and_pullback(inputs)
     count = outputs[0].numel()
     every = torch.eye(count, dtype=outputs.dtype, device=outputs.device).view(count, *outputs.shape[1:])
