@@ -49,6 +49,7 @@ ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
+_MAX_NOISE = 1e9  # of a run; beyond it there is nothing but noise
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
 
 
@@ -97,7 +98,7 @@ def least_noise(
     The search ends on the private side of the root, at most ``tolerance`` (relative) above it.
 
     Raises:
-        ValueError: the other events alone cost more.
+        ValueError: the other events alone cost more, or as much.
     """
 
     def fits(noise_multiplier: float) -> bool:
@@ -107,6 +108,8 @@ def least_noise(
         raise ValueError("the other events cost more than (epsilon, delta)")
     high = max(0.4, sample_rate * math.sqrt(steps) / curves.gaussian_mu(epsilon, delta))
     while not fits(high):
+        if high > _MAX_NOISE:
+            raise ValueError("the other events leave nothing of (epsilon, delta) that a run could cost")
         high *= 1.25
     low = high / 1.25
     while fits(low):
