@@ -32,17 +32,24 @@ class SpanQuadratics(PrivateValues):
     curvatures: Tensor
 
 
-def prepare(bench: Workbench, loader: DataLoader[Any]) -> int:
-    """Choose gatherer and criterion by the loader's first batch; the number of outputs m."""
+def prepare(
+    bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> int:
+    """Choose gatherer and criterion by the loader's first batch; the number of outputs m.
+
+    What cannot be right raises here, before anything is charged: by the criterion, or by ``number`` of outputs and targets.
+    """
 
     def once() -> int:
         inputs, targets = next(iter(bench.begin(loader, "loader")))
         source, loss = bench.prepared
         with torch.no_grad():
             outputs, _ = source.outputs_and_pullback(padded(inputs, targets, bench.pieces.padded(loader))[0])
-        at_outputs(
-            loss, outputs[: len(targets)], targets
-        )  # what cannot be right raises here, before anything is charged
+        if number is not None:
+            number(outputs[: len(targets)], targets)
+            return outputs.shape[-1]
+        at_outputs(loss, outputs[: len(targets)], targets)
+        loss.basis(outputs.shape[-1])
         return outputs.shape[-1]
 
     return bench.in_memory(once, loader, "loader")
@@ -89,19 +96,31 @@ def losses_here(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
 
 
 def errors(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
-    """1 for every record (n,) that is given another class than its own, else 0.
+    """1 for every record (n,) that is given another class than its own, else 0 (see ``wrong``)."""
+    return _of_outputs(bench, loader, wrong)
+
+
+def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 for every record of a batch that is given another class than its own, else 0; for a sequence, how many of them.
 
     The class is the largest of several outputs, or the sign of a single one; targets are numbers of classes or one-hot.
+
+    Raises:
+        ValueError: targets of another shape, of which it would not be known what belongs to which record.
     """
-
-    def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape[-1] == 1:
-            found = (outputs > 0) != (targets.reshape(outputs.shape) > 0.5)
-        else:
-            found = outputs.argmax(-1) != (targets.argmax(-1) if targets.shape == outputs.shape else targets)
-        return found.double().reshape(len(outputs), -1).mean(1)
-
-    return _of_outputs(bench, loader, wrong)
+    single = outputs.shape[-1] == 1 and targets.shape in (outputs.shape, outputs.shape[:-1])
+    if single:
+        found = (outputs > 0) != (targets.reshape(outputs.shape) > 0.5)
+    elif targets.shape == outputs.shape:
+        found = outputs.argmax(-1) != targets.argmax(-1)
+    elif targets.shape == outputs.shape[:-1]:
+        found = outputs.argmax(-1) != targets
+    else:
+        raise ValueError(
+            f"target has shape {tuple(targets.shape)} where errors of outputs {tuple(outputs.shape)} need classes of shape "
+            f"{tuple(outputs.shape[:-1])}, or one-hot rows in the shape of the outputs"
+        )
+    return found.double().reshape(len(outputs), -1).mean(1)
 
 
 def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
