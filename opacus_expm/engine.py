@@ -134,8 +134,8 @@ class ExpMQuadEngine(NotCopied):
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
                 read off the private data. None, the default, finds metric, step and length by itself
-                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``, ``grad_sample_mode``,
-                ``max_physical_batch_size`` and ``progress`` play a part.
+                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``,
+                ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play a part.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.

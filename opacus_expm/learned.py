@@ -47,6 +47,7 @@ from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
+from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.factors import edge
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
@@ -222,6 +223,8 @@ class LearnedRounds:
         **Privacy:** (ε, δ)-DP; charged before each of its parts is drawn.
         """
         bench = Workbench(model, self._measurement)
+        if self._books.accountant.budget is not None:  # refuse before any data is touched
+            self._books.accountant.admit([self._likely(bench).charges()], self._epsilon, self._delta)
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
@@ -242,6 +245,13 @@ class LearnedRounds:
             return bench.module_at(self._walk(bench, rule, bound, guess))
         finally:
             self._admission.end()
+
+    def _likely(self, bench: Workbench) -> Rule:
+        """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
+        asked = self._measurement
+        layers = 0 if asked.grad_sampling.mode == "functorch" else len(looks.likely_blocks(bench))
+        loss = None if asked.criterion is None else make_criterion(asked.criterion, torch.zeros(0))
+        return Rule(self._epsilon, self._delta, self._size, layers, loss is not None and loss.guessing(2) is not None)
 
     def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale."""

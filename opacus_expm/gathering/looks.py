@@ -63,6 +63,11 @@ def blocks(bench: Workbench) -> tuple[Block, ...]:
     return tuple(blocks_of(source._module, bench.layout).values())
 
 
+def likely_blocks(bench: Workbench) -> tuple[Block, ...]:
+    """The layers that are matrices, before it is known whether hooks serve the model."""
+    return tuple(blocks_of(bench._working, bench.layout).values())
+
+
 def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> FactorSums:
     """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
 
