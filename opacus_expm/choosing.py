@@ -108,7 +108,9 @@ def _checked(candidates: object) -> list[nn.Module]:
             raise ValueError(f"{name} is in a training loop that is not finished, and was not released yet")
         for part in model.modules():
             if any(isinstance(value, PrivateValues) for value in vars(part).values()):
-                raise ValueError(f"{name} carries statistics of private records, which were not released; take them off")
+                raise ValueError(
+                    f"{name} carries statistics of private records, which were not released; take them off"
+                )
         for parameter, p in model.named_parameters():
             if any(getattr(p, kept, None) is not None for kept in _GRADIENTS):
                 raise ValueError(

@@ -32,9 +32,7 @@ class SpanQuadratics(PrivateValues):
     curvatures: Tensor
 
 
-def prepare(
-    bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> int:
+def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
     """Choose gatherer and criterion by the loader's first batch; the number of outputs m.
 
     What cannot be right raises here, before anything is charged: by the criterion, or by ``number`` of outputs and targets.
@@ -167,8 +165,8 @@ def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) 
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
     """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
 
-    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian. A record whose gradient or
-    matrix is not finite has zeros in both.
+    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian.
+    A record whose gradient or matrix is not finite has zeros in both.
     """
 
     def once() -> SpanQuadratics:
