@@ -51,6 +51,7 @@ from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.factors import edge
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import chosen, symmetric_noise
 from opacus_expm.mechanism.density import Array
@@ -301,7 +302,7 @@ class LearnedRounds:
     def _direction(self, bench: Workbench, rule: Rule, bound: float, random: np.random.Generator) -> Tensor:
         """The clipped sum over a Poisson sample with noise, per record; a part of the run that was charged."""
         total = torch.zeros(bench.map.dim, dtype=torch.float64)
-        part = loaders.sampled(self._loader, rule.sample_rate, random)
+        part = sampled(self._loader, rule.sample_rate, random)
         if part is not None:
             sample, limits = part, ClippingBounds(bound * _MARGIN, 0.0)
 
