@@ -219,9 +219,7 @@ def part_of(
         )
     if len(indices) < ranks:
         raise ValueError(f"{name} has fewer records than there are ranks ({ranks}); use fewer ranks")
-    return with_options_of(
-        loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn
-    )
+    return like(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
 
 
 def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
@@ -235,7 +233,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
         return loader
     collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
     if isinstance(loader.dataset, IterableDataset):
-        return with_options_of(loader, loader.dataset, None, collate_fn=collate)
+        return like(loader, loader.dataset, None, collate_fn=collate)
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler = loader.batch_sampler.sampler
     size = len(loader.dataset)  # type: ignore[arg-type]
@@ -245,10 +243,10 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
     elif type(sampler) is SubsetRandomSampler:
         order = SubsetRandomSampler([int(i) for i in sampler.indices], generator=sampler.generator)
     dataset = _OneAtATime(loader.dataset) if _fetches_batches(loader.dataset) else loader.dataset
-    return with_options_of(loader, dataset, order, collate_fn=collate)
+    return like(loader, dataset, order, collate_fn=collate)
 
 
-def with_options_of(
+def like(
     loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any
 ) -> DataLoader[Any]:
     """A plain loader with the options of another, and workers of its own with fresh randomness."""

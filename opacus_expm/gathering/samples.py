@@ -28,6 +28,5 @@ def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Gener
     taken = np.flatnonzero(random.random(len(indices)) < sample_rate) if sample_rate < 1 else np.arange(len(indices))
     if len(taken) == 0:
         return None
-    return loaders.with_options_of(
-        loader, Subset(loader.dataset, [indices[int(i)] for i in taken]), None, collate_fn=loader.collate_fn
-    )
+    part = Subset(loader.dataset, [indices[int(i)] for i in taken])
+    return loaders.like(loader, part, None, collate_fn=loader.collate_fn)
