@@ -49,7 +49,7 @@ ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + [64, 
 _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _MAX_POINTS = 2**21  # of the numerical composition
-_MAX_NOISE = 1e9  # of a run; beyond it there is nothing but noise
+_MAX_NOISE = 100.0  # of a run, in units of what it would need alone
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
 
 
@@ -107,8 +107,9 @@ def least_noise(
     if exact_total(others, [], delta).epsilon > epsilon:
         raise ValueError("the other events cost more than (epsilon, delta)")
     high = max(0.4, sample_rate * math.sqrt(steps) / curves.gaussian_mu(epsilon, delta))
+    most = _MAX_NOISE * high
     while not fits(high):
-        if high > _MAX_NOISE:
+        if high > most:
             raise ValueError("the other events leave nothing of (epsilon, delta) that a run could cost")
         high *= 1.25
     low = high / 1.25
