@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, swap
-from opacus_expm.accounting.events import Query
+from opacus_expm._private import PrivateValues
+from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.measurement import Measurement
@@ -33,6 +35,7 @@ from opacus_expm.mechanism.choices import chosen
 from opacus_expm.subspaces.sparse import Sparse
 
 ERROR = "error"
+_GRADIENTS = ("grad", "grad_sample", "summed_grad")  # what torch and Opacus leave at a parameter
 
 
 def choose(
@@ -63,12 +66,12 @@ def choose(
             )
     books.check()
     size = Measurement(Sparse(seed=0), None, nominal_size=nominal_size).size_of(loaders.check_loader(loader))
-    loss = None if isinstance(criterion, str) else criterion
-    # What can fail does so before anything is charged.
-    benches = [
-        Workbench(_trainable(m), Measurement(Sparse(seed=0), None, criterion=loss, progress=False)) for m in models
-    ]
-    outputs = {looks.prepare(bench, loader) for bench in benches}
+    # What can fail does so before anything is charged, and a budget refuses before any data is touched.
+    admission = books.accountant.admit([[PlannedEvent(epsilon)]], epsilon, 0.0)
+    loss = F.cross_entropy if isinstance(criterion, str) else criterion  # of errors, no loss is taken
+    measurement = Measurement(Sparse(seed=0), None, criterion=loss, progress=False)
+    benches = [Workbench(_trainable(m), measurement) for m in models]
+    outputs = {looks.prepare(bench, loader, looks.wrong if by_error else None) for bench in benches}
     if len(outputs) > 1:
         raise ValueError("candidates must have the same number of outputs, to be judged by one loss")
     bound = 1.0 if by_error else max_loss or benches[0].prepared[1].guessing(outputs.pop())
@@ -85,7 +88,7 @@ def choose(
         "choice", epsilon, 0.0, size, epsilon_range=epsilon, adjacency=books.adjacency, noise=books.noise.origin
     )
     number = books.drawn(
-        event, None, lambda: torch.tensor([chosen(logits, uniforms)]), torch.zeros(1, dtype=torch.long)
+        event, admission, lambda: torch.tensor([chosen(logits, uniforms)]), torch.zeros(1, dtype=torch.long)
     )
     return models[int(number)]
 
@@ -93,7 +96,8 @@ def choose(
 def _checked(candidates: object) -> list[nn.Module]:
     """Modules that were released: nothing that still holds private data."""
     if not isinstance(candidates, Sequence) or len(candidates) < 2:
-        raise ValueError(f"candidates must be a list of two released modules or more, got {candidates!r}")
+        found = f"{len(candidates)} of them" if isinstance(candidates, Sequence) else type(candidates).__name__
+        raise ValueError(f"candidates must be a list of two released modules or more, got {found}")
     for number, model in enumerate(candidates):
         name = f"candidates[{number}]"
         if not isinstance(model, nn.Module):
@@ -102,11 +106,16 @@ def _checked(candidates: object) -> list[nn.Module]:
             raise ValueError(f"{name} is still wrapped by Opacus; pass the module inside it, model._module")
         if swap.unfinished(model) is not None:
             raise ValueError(f"{name} is in a training loop that is not finished, and was not released yet")
+        for part in model.modules():
+            if any(isinstance(value, PrivateValues) for value in vars(part).values()):
+                raise ValueError(
+                    f"{name} carries statistics of private records, which were not released; take them off"
+                )
         for parameter, p in model.named_parameters():
-            if p.grad is not None or getattr(p, "grad_sample", None) is not None:
+            if any(getattr(p, kept, None) is not None for kept in _GRADIENTS):
                 raise ValueError(
                     f"{name} carries gradients at {parameter!r}, which may be those of private records without noise; call "
-                    "zero_grad(set_to_none=True) once the module is final, and drop grad_sample"
+                    "zero_grad(set_to_none=True) once the module is final, and drop grad_sample and summed_grad"
                 )
     return list(candidates)
 

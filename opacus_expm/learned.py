@@ -47,9 +47,11 @@ from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
+from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.factors import edge
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import chosen, symmetric_noise
 from opacus_expm.mechanism.density import Array
@@ -69,6 +71,7 @@ _SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be c
 _CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
 _LEAST_SCALE = 0.01  # of the largest among the layers
+_MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,8 @@ class LearnedRounds:
         **Privacy:** (ε, δ)-DP; charged before each of its parts is drawn.
         """
         bench = Workbench(model, self._measurement)
+        if self._books.accountant.budget is not None:  # refuse before any data is touched
+            self._books.accountant.admit([self._likely(bench).charges()], self._epsilon, self._delta)
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
@@ -242,9 +247,16 @@ class LearnedRounds:
         finally:
             self._admission.end()
 
+    def _likely(self, bench: Workbench) -> Rule:
+        """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
+        asked = self._measurement
+        layers = 0 if asked.grad_sampling.mode == "functorch" else len(looks.likely_blocks(bench))
+        loss = None if asked.criterion is None else make_criterion(asked.criterion, torch.zeros(0))
+        return Rule(self._epsilon, self._delta, self._size, layers, loss is not None and loss.guessing(2) is not None)
+
     def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale."""
-        sums = looks.factors(bench, self._loader)
+        sums = looks.factors(bench, self._loader, self._books.noise.source())
         n = self._size
         totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
         deviation = 1 / rule.factor_mu
@@ -290,13 +302,16 @@ class LearnedRounds:
     def _direction(self, bench: Workbench, rule: Rule, bound: float, random: np.random.Generator) -> Tensor:
         """The clipped sum over a Poisson sample with noise, per record; a part of the run that was charged."""
         total = torch.zeros(bench.map.dim, dtype=torch.float64)
-        part = loaders.sampled(self._loader, rule.sample_rate, random)
+        part = sampled(self._loader, rule.sample_rate, random)
         if part is not None:
-            limits = ClippingBounds(bound, 0.0)
-            pad_to = bench.pieces.padded(self._loader)
-            one = bench.open(limits, self._size, self._books.ranks, pad_to)
-            bench.in_memory(lambda: one.add_pieces(bench.begin(part, "loader")), part, "loader", restart=False)
-            total = one.sums().gradient.cpu()
+            sample, limits = part, ClippingBounds(bound * _MARGIN, 0.0)
+
+            def once() -> Tensor:
+                one = bench.open(limits, self._size, self._books.ranks, bench.pieces.padded(sample))
+                one.add_pieces(bench.begin(sample, "loader"))
+                return one.sums().gradient.cpu()
+
+            total = bench.in_memory(once, sample, "loader")
         noise = torch.from_numpy(random.standard_normal(len(total)))
         return (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._size)
 

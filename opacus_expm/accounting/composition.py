@@ -51,6 +51,7 @@ _MAX_REACH = 700.0  # e^t overflows beyond
 _MAX_PAIRS = 32  # different ones; each takes time, and a Rényi total is as good for many
 _PRECISION = 1e-3  # of ε in the numerical composition, where the points allow it
 _MAX_POINTS = 2**21  # of the numerical composition
+_MAX_NOISE = 100.0  # of a run, in units of what it would need alone
 _FFT_SLACK = 1e-13  # rounding of the fast Fourier transform, left out of δ
 
 
@@ -97,7 +98,7 @@ def least_noise(epsilon: float, delta: float, mu: float, sample_rate: float, ste
     By numerical composition, on the upper side of its error; the search ends on the private side of the root.
 
     Raises:
-        ValueError: the other events alone cost more.
+        ValueError: the other events alone cost more, or as much.
     """
     precision = max(_PRECISION, 2e-3 * epsilon)
 
@@ -105,12 +106,15 @@ def least_noise(epsilon: float, delta: float, mu: float, sample_rate: float, ste
         run = (math.exp(log_noise), sample_rate, steps)
         return _composed_epsilon([GaussianPRV(mu)] if mu > 0 else [], [run], delta, precision) - epsilon
 
-    if curves.gaussian_epsilon(mu, delta) >= epsilon:
-        raise ValueError("the other events cost more than (epsilon, delta)")
-    left = math.sqrt(curves.gaussian_mu(epsilon, delta) ** 2 - mu**2)
-    high = math.log(max(0.4, 1.1 * sample_rate * math.sqrt(steps) / left))
+    whole = curves.gaussian_mu(epsilon, delta)
+    if mu >= whole:
+        raise ValueError("the other events cost more than (epsilon, delta), or as much")
+    left = math.sqrt(whole**2 - mu**2)
+    start = high = math.log(max(0.4, 1.1 * sample_rate * math.sqrt(steps) / left))
     while not excess(high) <= 0:
         high += 0.2
+        if high > start + math.log(_MAX_NOISE):
+            raise ValueError("the other events leave nothing of (epsilon, delta) for a run")
     low = high - 0.3
     while excess(low) <= 0:
         high, low = low, low - 0.3

@@ -242,12 +242,24 @@ def padded(inputs: Any, targets: Tensor, pad_to: int | None) -> tuple[Any, Tenso
 def values_at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Tensor:
     """ℓ of every record, float64; a sequence's loss is the mean over its counted positions."""
     if outputs.dim() == 2:
+        criterion.check(outputs, targets)
         return criterion.values(outputs.double(), targets)
     batch, positions = outputs.shape[:2]
+    _check_positions(outputs, targets)
     flat = targets.flatten(0, 1)
+    criterion.check(outputs.flatten(0, 1), flat)
     counted = criterion.counted(flat).view(batch, positions)
     values = criterion.values(outputs.double().flatten(0, 1), flat).view(batch, positions)
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _check_positions(outputs: Tensor, targets: Tensor) -> None:
+    """A sequence has a target for each position."""
+    if targets.shape[:2] != outputs.shape[:2]:
+        raise ValueError(
+            f"target has shape {tuple(targets.shape)} where a model with outputs {tuple(outputs.shape)} needs one target "
+            "for each position: the first two dimensions must agree"
+        )
 
 
 def at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,11 +267,7 @@ def at_outputs(criterion: Criterion, outputs: Tensor, targets: Tensor) -> tuple[
     if outputs.dim() == 2:
         criterion.check(outputs, targets)
         return criterion.gradient_and_factor(outputs.double(), targets)
-    if targets.shape[:2] != outputs.shape[:2]:
-        raise ValueError(
-            f"target has shape {tuple(targets.shape)} where a model with outputs {tuple(outputs.shape)} needs one target "
-            "for each position: the first two dimensions must agree"
-        )
+    _check_positions(outputs, targets)
     flat, flat_targets = outputs.flatten(0, 1), targets.flatten(0, 1)
     criterion.check(flat, flat_targets)
     gradient, factor = criterion.gradient_and_factor(flat.double(), flat_targets)

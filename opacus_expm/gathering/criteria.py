@@ -164,9 +164,10 @@ class CrossEntropy:
         """−Σ t_c ln σ_c."""
         return -(self._weights(outputs, targets) * F.log_softmax(outputs, dim=1)).sum(1)
 
-    def guessing(self, outputs: int) -> float:
-        """With the largest of the weights: no less than for any class."""
-        return math.log(outputs) * (1.0 if self.weight is None else float(self.weight.max()))
+    def guessing(self, outputs: int) -> float | None:
+        """With the largest of the weights: no less than for any class. None where that is no positive number."""
+        found = math.log(outputs) * (1.0 if self.weight is None else float(self.weight.max()))
+        return found if 0 < found < math.inf else None
 
     def _weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The weight t of every class for every record (B, m)."""

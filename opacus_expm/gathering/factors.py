@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,8 +77,9 @@ def factor_sums(
     criterion: Criterion,
     stream: Iterable[tuple[Any, Tensor]],
     pad_to: int | None,
+    random: np.random.Generator,
 ) -> FactorSums:
-    """The factors of one pass over records.
+    """The factors of one pass over records; ``random`` gives the cotangents' z.
 
     **Privacy:** the result is private where the records are; its sensitivity is in the module docstring.
     """
@@ -92,7 +94,7 @@ def factor_sums(
 
         def probe(outputs: Tensor, targets: Tensor = targets) -> Tensor:
             _, factor = at_outputs(criterion, outputs, targets)
-            z = torch.randn(*factor.shape[:-2], factor.shape[-1], 1, dtype=factor.dtype, device=factor.device)
+            z = torch.from_numpy(random.standard_normal((*factor.shape[:-2], factor.shape[-1], 1))).to(factor)
             return (factor @ z)[..., 0].to(outputs.dtype)
 
         for layer, a, b in source.layer_pairs(inputs, probe):

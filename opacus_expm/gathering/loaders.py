@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -220,30 +219,7 @@ def part_of(
         )
     if len(indices) < ranks:
         raise ValueError(f"{name} has fewer records than there are ranks ({ranks}); use fewer ranks")
-    return _of_parts(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
-
-
-def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Generator) -> DataLoader[Any] | None:
-    """The records of a Poisson sample: each record of a checked loader by itself, with this probability.
-
-    Args:
-        loader: over a data set with indices.
-        sample_rate: q in (0, 1].
-        random: whose numbers nobody else may know.
-
-    Returns:
-        A loader over the sample, or None where it is empty.
-
-    **Privacy:** how many records there are, and which, is private.
-    """
-    indices = visited(loader)
-    assert indices is not None
-    taken = np.flatnonzero(random.random(len(indices)) < sample_rate) if sample_rate < 1 else np.arange(len(indices))
-    if len(taken) == 0:
-        return None
-    return _of_parts(
-        loader, Subset(loader.dataset, [indices[int(i)] for i in taken]), None, collate_fn=loader.collate_fn
-    )
+    return like(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
 
 
 def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
@@ -257,7 +233,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
         return loader
     collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
     if isinstance(loader.dataset, IterableDataset):
-        return _of_parts(loader, loader.dataset, None, collate_fn=collate)
+        return like(loader, loader.dataset, None, collate_fn=collate)
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler = loader.batch_sampler.sampler
     size = len(loader.dataset)  # type: ignore[arg-type]
@@ -267,10 +243,10 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
     elif type(sampler) is SubsetRandomSampler:
         order = SubsetRandomSampler([int(i) for i in sampler.indices], generator=sampler.generator)
     dataset = _OneAtATime(loader.dataset) if _fetches_batches(loader.dataset) else loader.dataset
-    return _of_parts(loader, dataset, order, collate_fn=collate)
+    return like(loader, dataset, order, collate_fn=collate)
 
 
-def _of_parts(
+def like(
     loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any
 ) -> DataLoader[Any]:
     """A plain loader with the options of another, and workers of its own with fresh randomness."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
 from opacus_expm.gathering.factors import FactorSums, blocks_of, factor_sums
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
+from opacus_expm.gathering.model import ran_out_of_memory
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
@@ -30,17 +32,22 @@ class SpanQuadratics(PrivateValues):
     curvatures: Tensor
 
 
-def prepare(bench: Workbench, loader: DataLoader[Any]) -> int:
-    """Choose gatherer and criterion by the loader's first batch; the number of outputs m."""
+def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
+    """Choose gatherer and criterion by the loader's first batch; the number of outputs m.
+
+    What cannot be right raises here, before anything is charged: by the criterion, or by ``number`` of outputs and targets.
+    """
 
     def once() -> int:
         inputs, targets = next(iter(bench.begin(loader, "loader")))
         source, loss = bench.prepared
         with torch.no_grad():
             outputs, _ = source.outputs_and_pullback(padded(inputs, targets, bench.pieces.padded(loader))[0])
-        at_outputs(
-            loss, outputs[: len(targets)], targets
-        )  # what cannot be right raises here, before anything is charged
+        if number is not None:
+            number(outputs[: len(targets)], targets)
+            return outputs.shape[-1]
+        at_outputs(loss, outputs[: len(targets)], targets)
+        loss.basis(outputs.shape[-1])
         return outputs.shape[-1]
 
     return bench.in_memory(once, loader, "loader")
@@ -54,15 +61,20 @@ def blocks(bench: Workbench) -> tuple[Block, ...]:
     return tuple(blocks_of(source._module, bench.layout).values())
 
 
-def factors(bench: Workbench, loader: DataLoader[Any]) -> FactorSums:
-    """Kronecker factors of the layers, over all records."""
+def likely_blocks(bench: Workbench) -> tuple[Block, ...]:
+    """The layers that are matrices, before it is known whether hooks serve the model."""
+    return tuple(blocks_of(bench._working, bench.layout).values())
+
+
+def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> FactorSums:
+    """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
 
     def once() -> FactorSums:
         stream = bench.begin(loader, "loader")
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
         found = blocks_of(source._module, bench.layout)
-        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader))
+        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader), random)
 
     return bench.in_memory(once, loader, "loader")
 
@@ -87,19 +99,31 @@ def losses_here(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
 
 
 def errors(bench: Workbench, loader: DataLoader[Any]) -> Tensor:
-    """1 for every record (n,) that is given another class than its own, else 0.
+    """1 for every record (n,) that is given another class than its own, else 0 (see ``wrong``)."""
+    return _of_outputs(bench, loader, wrong)
+
+
+def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 for every record of a batch that is given another class than its own, else 0; for a sequence, how many of them.
 
     The class is the largest of several outputs, or the sign of a single one; targets are numbers of classes or one-hot.
+
+    Raises:
+        ValueError: targets of another shape, of which it would not be known what belongs to which record.
     """
-
-    def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape[-1] == 1:
-            found = (outputs > 0) != (targets.reshape(outputs.shape) > 0.5)
-        else:
-            found = outputs.argmax(-1) != (targets.argmax(-1) if targets.shape == outputs.shape else targets)
-        return found.double().reshape(len(outputs), -1).mean(1)
-
-    return _of_outputs(bench, loader, wrong)
+    single = outputs.shape[-1] == 1 and targets.shape in (outputs.shape, outputs.shape[:-1])
+    if single:
+        found = (outputs > 0) != (targets.reshape(outputs.shape) > 0.5)
+    elif targets.shape == outputs.shape:
+        found = outputs.argmax(-1) != targets.argmax(-1)
+    elif targets.shape == outputs.shape[:-1]:
+        found = outputs.argmax(-1) != targets
+    else:
+        raise ValueError(
+            f"target has shape {tuple(targets.shape)} where errors of outputs {tuple(outputs.shape)} need classes of shape "
+            f"{tuple(outputs.shape[:-1])}, or one-hot rows in the shape of the outputs"
+        )
+    return found.double().reshape(len(outputs), -1).mean(1)
 
 
 def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -119,18 +143,30 @@ def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Ten
 
 def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
     """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
-    columns = []
-    for place in places:
-        bench.move(place)
-        columns.append(losses_here(bench, loader))
-    return torch.stack(columns, dim=1)
+    updates = [bench.lifted(place) for place in places]
+
+    # In one pass: a loader that shuffles has another order in the next, and a row would be of several records.
+    def once() -> Tensor:
+        pad_to = bench.pieces.padded(loader)
+        found = []
+        for inputs, targets in bench.begin(loader, "loader"):
+            filled, repeated = padded(inputs, targets, pad_to)
+            columns = []
+            for update in updates:
+                bench.shift(update)
+                outputs, _ = bench.prepared[0].outputs_and_pullback(filled)
+                columns.append(values_at_outputs(bench.prepared[1], outputs, repeated)[: len(targets)].double().cpu())
+            found.append(torch.stack(columns, dim=1))
+        return torch.cat(found)
+
+    return bench.in_memory(once, loader, "loader")
 
 
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
     """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
 
-    By s forward-mode products where hooks serve the model, else by the rows of the Jacobian. A record whose gradient or
-    matrix is not finite has zeros in both.
+    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian.
+    A record whose gradient or matrix is not finite has zeros in both.
     """
 
     def once() -> SpanQuadratics:
@@ -160,7 +196,11 @@ def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor
     if isinstance(source, ProjectedGradSampleModule):
         lifted = [bench.map.lift(column) for column in columns]
         tangents = [{name: v[place].view(shape) for name, shape, place in bench.layout.slices()} for v in lifted]
-        return source.outputs_and_products(inputs, tangents)
+        try:
+            return source.outputs_and_products(inputs, tangents)
+        except (NotImplementedError, RuntimeError) as error:
+            if ran_out_of_memory(error):
+                raise  # otherwise an operation of the model has no forward mode: its rows serve as well
     outputs, pullback = source.outputs_and_pullback(inputs)
     count = outputs[0].numel()
     every = torch.eye(count, dtype=outputs.dtype, device=outputs.device).view(count, *outputs.shape[1:])

@@ -88,10 +88,17 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
 
-    @torch.no_grad()
     def move(self, coordinates: Tensor) -> None:
         """Let the following passes be made at θ* + Aξ: the working copy's weights move, and nothing is checked again."""
-        update = self.map.lift(coordinates.to(self.device, self.dtype))
+        self.shift(self.lifted(coordinates))
+
+    def lifted(self, coordinates: Tensor) -> Tensor:
+        """Aξ, which ``shift`` takes."""
+        return self.map.lift(coordinates.to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def shift(self, update: Tensor) -> None:
+        """Let the following passes be made at θ* + Aξ, given Aξ."""
         start, working = dict(self._module.named_parameters()), dict(self._working.named_parameters())
         for name, shape, place in self.layout.slices():
             working[name].copy_(start[name].to(working[name].dtype) + update[place].view(shape))

@@ -459,3 +459,54 @@ def test_a_check_does_not_depend_on_values(criterion: Criterion, targets: Tensor
     # Only shapes and types: a message about a value would reveal it.
     for value in (0.0, 1e300, torch.nan):
         assert criterion.check(torch.full_like(logits(), value), torch.full_like(targets, value)) is None
+
+
+# --- values and guessing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mse", "ce", "bce"])
+def test_the_gradient_of_the_values_is_the_gradient(name: str) -> None:
+    criterion, targets = {
+        "mse": (MeanSquaredError(), numbers()),
+        "ce": (CrossEntropy(WEIGHT.double(), 0.1), classes()),
+        "bce": (BinaryCrossEntropy(pos_weight=WEIGHT.double()), labels()),
+    }[name]
+    outputs = logits().requires_grad_()
+    (found,) = torch.autograd.grad(criterion.values(outputs, targets).sum(), outputs)
+    assert error(found, criterion.gradient_and_factor(outputs.detach(), targets)[0]) < 1e-10
+    softened = Softened(criterion, 3.0).values(outputs.detach(), targets)
+    assert torch.equal(softened, criterion.values(outputs.detach() / 3.0, targets))
+
+
+def test_a_target_that_is_no_class_has_no_loss() -> None:
+    targets = torch.tensor([0, -100, M, 2, -1, 3])
+    found = CrossEntropy().values(logits(), targets)
+    assert (found == 0).tolist() == [False, True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"),
+    [
+        (CrossEntropy(), math.log(M)),
+        (CrossEntropy(weight=WEIGHT), 3.0 * math.log(M)),
+        (CrossEntropy(weight=torch.zeros(M)), None),
+        (BinaryCrossEntropy(), math.log(2)),
+        (BinaryCrossEntropy(sum_over_outputs=True), M * math.log(2)),
+        (MeanSquaredError(), None),
+        (AutodiffCriterion(F.huber_loss), None),
+        (Softened(CrossEntropy(), 5.0), math.log(M)),
+    ],
+)
+def test_the_loss_of_guessing(criterion: Criterion, expected: float | None) -> None:
+    assert criterion.guessing(M) == (None if expected is None else pytest.approx(expected))
+
+
+def test_guessing_is_the_loss_of_equal_outputs() -> None:
+    zeros = torch.zeros(COUNT, M, dtype=torch.float64)
+    for criterion, targets in ((CrossEntropy(), classes()), (BinaryCrossEntropy(), labels())):
+        assert criterion.values(zeros, targets).tolist() == pytest.approx([criterion.guessing(M)] * COUNT)
+
+
+def test_one_class_is_nothing_to_guess() -> None:
+    """Scores are divided by this loss."""
+    assert CrossEntropy().guessing(1) is None

@@ -46,6 +46,50 @@ def test_one_record_more_keeps_the_loss_in_an_interval_of_length_epsilon(norms, 
     assert np.abs(loss).max() <= epsilon * (1 + 1e-9)
 
 
+@given(NORMS, st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0), st.floats(-3.0, 3.0))
+def test_public_weights_do_not_change_the_range(norms, record, quantile, epsilon, slope):
+    base = slope * np.abs(np.log2(GRID))
+    width = score_width(quantile, "add_remove")
+    laws = []
+    for records in (norms, np.append(norms, record)):
+        logits = epsilon * quantile_scores(grid_counts(records), quantile) / width + base
+        laws.append(logits - np.logaddexp.reduce(logits))
+    loss = laws[1] - laws[0]
+    assert np.ptp(loss) <= epsilon * (1 + 1e-9) + 1e-9
+    assert np.abs(loss).max() <= epsilon * (1 + 1e-9) + 1e-9
+
+
+def test_public_weights_take_part_in_the_draw():
+    counts, random = grid_counts(np.ones(0)), np.random.default_rng(0)
+    base = -500.0 * np.abs(np.log(GRID / GRID[7]))
+    assert {private_quantile(counts, 0.5, 1.0, "add_remove", random, base) for _ in range(20)} == {GRID[7]}
+
+
+def _of_points(counts, quantile):
+    """The scores as they were, of points of the grid."""
+    return -np.abs(counts[:-1] - quantile * counts[-1])
+
+
+@pytest.mark.parametrize("value", [1.03, 3e-5, 0.7])
+def test_equal_norms_between_two_points_are_found(value):
+    """Every norm is the same: the interval that holds it has score 0, all others are worse by tens of records."""
+    counts, random = grid_counts(np.full(200, value)), np.random.default_rng(0)
+    end = GRID[np.searchsorted(GRID, value)]
+    found = [private_quantile(counts, 0.75, 0.5, "add_remove", random) for _ in range(200)]
+    assert np.mean(np.array(found) == end) > 0.99
+    logits = 0.5 * _of_points(counts, 0.75) / score_width(0.75, "add_remove")
+    law = np.exp(logits - np.logaddexp.reduce(logits))
+    assert law[end == GRID] < 0.02  # scores of points choose anything above
+
+
+def test_the_interval_of_the_quantile_has_the_best_score():
+    norms = np.random.default_rng(0).lognormal(size=999)
+    scores = quantile_scores(grid_counts(norms), 0.8)
+    best = np.flatnonzero(scores == scores.max())
+    assert GRID[best[0] - 1] < np.quantile(norms, 0.8) <= GRID[best[-1]]
+    assert scores.max() == 0
+
+
 @given(NORMS.filter(lambda n: n.size), st.floats(1e-10, 1e10), st.floats(0.05, 0.95), st.floats(0.01, 5.0))
 def test_replacing_a_record(norms, record, quantile, epsilon):
     before = _log_probabilities(norms, quantile, epsilon, "replace_one")

@@ -1,0 +1,101 @@
+"""The metric of Kronecker factors against a dense product in float64."""
+
+import pytest
+import torch
+from reference import dense, error
+from torch import nn
+
+from opacus_expm.gathering.factors import blocks_of
+from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.metric import Block, Metric
+
+
+def _model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 4)).double()
+
+
+def _roots(blocks, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+
+    def root(size):
+        m = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        return m @ m.T / size + torch.eye(size, dtype=torch.float64)
+
+    return tuple((root(b.width), root(b.outputs)) for b in blocks)
+
+
+def _built(model):
+    layout = Layout.of(model)
+    blocks = tuple(blocks_of(model, layout).values())
+    roots = _roots(blocks)
+    return layout, blocks, roots, Metric(blocks, roots).build(layout.size, None, torch.device("cpu"), torch.float64)
+
+
+def _kronecker(layout, blocks, roots):
+    """K as a dense (p, p) matrix: K_B ⊗ K_A in the order of [W b], row by row, and the identity elsewhere."""
+    found = torch.eye(layout.size, dtype=torch.float64)
+    for block, (k_a, k_b) in zip(blocks, roots, strict=True):
+        places = []
+        for row in range(block.outputs):
+            if block.weight is not None:
+                places += [block.weight + row * block.inputs + i for i in range(block.inputs)]
+            if block.bias is not None:
+                places.append(block.bias + row)
+        index = torch.tensor(places)
+        found[index[:, None], index] = torch.kron(k_b, k_a)
+    return found
+
+
+FROZEN = ([], ["3.weight"], ["3.bias"], ["0.weight", "3.bias"], ["0.weight", "0.bias"])
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda names: "+".join(names) or "none")
+def test_the_map_is_a_kronecker_product(frozen):
+    model = _model()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)
+    layout, blocks, roots, built = _built(model)
+    expected = _kronecker(layout, blocks, roots)
+    assert error(dense(built), expected) < 1e-12
+    assert built.dim == layout.size
+    swapped = _kronecker(layout, blocks, tuple((torch.eye(len(a), dtype=a.dtype), b) for a, b in roots))
+    assert error(dense(built), swapped) > 1e-2
+
+
+def test_lifting_is_the_transpose_of_projecting():
+    layout, _, _, built = _built(_model())
+    u, v = torch.randn(2, layout.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out = torch.zeros(1, built.width, dtype=torch.float64)
+    for start in range(0, layout.size, 7):  # rows come in pieces
+        built.add_projected(out, v[None, start : start + 7], start)
+    projected = built.finish(out)[0]
+    assert float(projected @ u) == pytest.approx(float(v @ built.lift(u)), rel=1e-12)
+
+
+def test_finishing_leaves_what_came_alone():
+    layout, _, _, built = _built(_model())
+    rows = torch.ones(2, 3, layout.size, dtype=torch.float64)
+    assert built.finish(rows).shape == rows.shape
+    assert torch.equal(rows, torch.ones_like(rows))
+
+
+def test_a_matrix_and_back():
+    block = Block(outputs=2, inputs=3, weight=1, bias=8)
+    rows = torch.arange(11.0)
+    matrix = block.matrix(rows)
+    assert matrix.tolist() == [[1, 2, 3, 8], [4, 5, 6, 9]]
+    empty = torch.zeros(11)
+    block.put(empty, matrix)
+    assert empty.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 8, 9, 0]
+
+
+def test_a_dimension_has_no_meaning():
+    with pytest.raises(ValueError, match="proj_dim must be None with a metric"):
+        Metric((), ()).build(5, 3, torch.device("cpu"), torch.float64)
+
+
+def test_the_factors_are_not_shown():
+    _, blocks, roots, built = _built(_model())
+    assert "tensor" not in repr(Metric(blocks, roots)) + repr(built)
