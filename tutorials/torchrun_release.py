@@ -76,6 +76,7 @@ def main() -> None:
             f"released with epsilon={engine.get_epsilon()} by {dist.get_world_size() if several else 1} process(es)"
         )
     if several:
+        dist.barrier()  # no rank leaves while another one still writes
         dist.destroy_process_group()
 
 
