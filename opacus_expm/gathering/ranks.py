@@ -15,9 +15,9 @@ done, so a rank that fails in the pass leaves nothing charged, and one that fail
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -103,8 +103,10 @@ class Ranks:
 
     def _exchange(self, collective: Callable[[dist.ProcessGroup], object]) -> None:
         """One call to torch.distributed, whose failure means that a rank is gone."""
+        world = dist.group.WORLD
+        assert world is not None
         try:
-            collective(_carrier(dist.group.WORLD))
+            collective(_carrier(world))
         except RuntimeError as error:
             raise RankFailed(
                 f"rank {self.rank} waited in vain: another rank ended, or did not make the same call within the process "
@@ -179,13 +181,17 @@ class Ranks:
                 tensor.data.copy_(self.from_leader(tensor.detach().cpu().contiguous()))
 
 
-@functools.lru_cache(maxsize=1)
+# By the group that it stands beside. Held weakly: a group that outlives its process group ends in an abort at exit.
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
 def _carrier(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group that carries the exchanges: gloo's, which raises where a rank fails and takes tensors of the CPU."""
     if "cpu:gloo" in str(dist.get_backend_config(world)):
         return world
-    beside: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return beside
+    if world not in _BESIDE:
+        _BESIDE[world] = dist.new_group(backend="gloo")
+    return _BESIDE[world]
 
 
 def described(value: object) -> object:
