@@ -62,7 +62,7 @@ def _twin(model, x, y, batch_size=4, pad_to=16, seed=3):
     for i in range(len(x)):
         caught = {}
         handles = [
-            layer.register_forward_hook(lambda m, a, out: caught.__setitem__(m, (a[0].detach(), out)))
+            layer.register_forward_hook(lambda m, a, out, caught=caught: caught.update({m: (a[0].detach(), out)}))
             for layer in layers
         ]
         outputs = model(x[i : i + 1])
