@@ -1,0 +1,500 @@
+"""Learned rounds: the public rule, the ledger, refusals, and the exact privacy of every part."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from small_problem import Squared, Stream, Untouchable, flat, same
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, audit, learned
+from opacus_expm.accounting.composition import exact_total, gaussian_total, least_noise
+from opacus_expm.accounting.events import PlannedEvent, Query
+from opacus_expm.books import Books
+from opacus_expm.gathering import looks
+from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.learned import LearnedRounds, Rule
+from opacus_expm.mechanism import curves, quantiles
+from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
+from opacus_expm.noise import Noise
+from opacus_expm.subspaces.sparse import Sparse
+
+EPSILON, DELTA, RECORDS = 1.0, 1e-5, 200
+
+
+def _line():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).double()
+
+
+def _deep():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def _tensors(records=RECORDS):
+    x = torch.randn(records, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True) + 2
+
+
+def _loader(records=RECORDS, **options):
+    return DataLoader(TensorDataset(*_tensors(records)), batch_size=64, **options)
+
+
+def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
+    engine = ExpMQuadEngine() if engine is None else engine
+    settings = {"delta": DELTA, "criterion": nn.MSELoss(), "progress": False, **options}
+    return engine.make_private_expm(model, _loader() if loader is None else loader, epsilon, **settings)
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+
+def _plan(epsilon, delta, n, layers, bounded):
+    """What has to be in the ledger, written down a second time from the formula: (what, ε_range, μ, run)."""
+    mu = curves.gaussian_mu(epsilon, delta)
+    times = max(5, min(20, round(n * mu / 30)))
+    steps = min(100, times * max(1, 2 * layers - 1))
+    rate = min(1.0, 10 / steps)
+    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.1, 0.2, 0.35, 0.5)}) if layers > 1 else []
+    length = mu * math.sqrt((0.06 if layers > 1 else 0.02) / (len(marks) + 1))
+
+    def choice(what, cost):
+        return (what, curves.bounded_range_within(cost), math.inf, None)
+
+    before = [("metric", math.inf, mu * math.sqrt(0.08), None)] if layers else []
+    before += [choice("scale", min(30 / n, 0.17 * mu / math.sqrt(layers)))] * layers if layers else []
+    before += [choice("bound", min(60 / n, 0.25 * mu))]
+    before += [] if bounded else [choice("loss", min(40 / n, 0.17 * mu))]
+    after = [choice("length bound", length / 2)] * 2 + [("length", math.inf, length / math.sqrt(2), None)]
+    after = after * len(marks) + [choice("choice", length)]
+    others = gaussian_total([PlannedEvent(e, m) for _, e, m, _ in [*before, *after]])
+    run = ("directions", math.inf, math.inf, (least_noise(epsilon, delta, others, rate, steps), rate, steps))
+    return [*before, run, *after]
+
+
+@pytest.mark.parametrize("make", [_line, _deep])
+def test_the_ledger_holds_what_the_public_formula_says(make):
+    engine = ExpMQuadEngine()
+    _released(make(), engine=engine)
+    held = engine.accountant.releases
+    expected = _plan(EPSILON, DELTA, RECORDS, 1 if make is _line else 2, bounded=False)
+    assert [(q.what, q.epsilon_range, q.mu, q.run) for q in held] == expected
+    assert all((q.epsilon, q.delta, q.nominal_size) == (EPSILON, DELTA, RECORDS) for q in held)
+    rule = Rule(EPSILON, DELTA, RECORDS, 1 if make is _line else 2, bounded=False)
+    assert [(c.epsilon_range, c.mu, c.runs) for c in rule.charges()] == [(q.epsilon_range, q.mu, q.runs) for q in held]
+    assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
+    assert engine.get_epsilon(0.0) == math.inf
+
+
+def test_the_rule_is_a_function_of_public_numbers_alone():
+    rules = [Rule(EPSILON, DELTA, 500, 2, bounded=True) for _ in range(2)]
+    assert rules[0].charges() == rules[1].charges()
+    other = DataLoader(TensorDataset(*(100 * t for t in _tensors())), batch_size=64)
+    engines = [ExpMQuadEngine(), ExpMQuadEngine()]
+    for engine, loader in zip(engines, (_loader(), other), strict=True):
+        _released(_line(), loader, engine)
+    assert engines[0].accountant.releases == engines[1].accountant.releases
+
+
+@pytest.mark.parametrize("n", [20, 1000, 10**6])
+@pytest.mark.parametrize("layers", [0, 1, 4])
+def test_the_parts_leave_most_for_the_directions(n, layers):
+    rule = Rule(EPSILON, DELTA, n, layers, bounded=False)
+    spent = sum(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) ** 2 for _, e in rule.queries())
+    assert spent < 0.27 * rule.mu**2
+    assert rule.sample_rate * rule.steps <= 10 + 1e-9
+    assert 5 <= rule.steps <= 100
+
+
+# --- what is released ------------------------------------------------------------------------------------------------
+
+
+def test_the_model_that_came_is_untouched_and_a_plain_one_comes_back():
+    model = _deep()
+    before = copy.deepcopy(model)
+    found = _released(model)
+    assert same(model, before)
+    assert type(found) is nn.Sequential
+    assert not same(found, model)
+    assert all(p.grad is None for p in found.parameters())
+    assert not any(m._forward_hooks for m in found.modules())
+
+
+def test_it_improves_on_the_start_where_much_may_be_spent():
+    model, (x, y) = _line(), _tensors(1000)
+
+    def loss(module):
+        return float((module(x) - y).square().mean().detach())
+
+    found = _released(model, _loader(1000, shuffle=True), epsilon=10.0)
+    assert loss(found) < 0.2 * loss(model)
+
+
+def test_a_model_that_hooks_cannot_serve_has_no_metric():
+    engine, model = ExpMQuadEngine(), Squared().double()
+    with pytest.warns(UserWarning, match="using grad_sample_mode='functorch'"):
+        found = _released(model, engine=engine)
+    assert [q.what for q in engine.accountant.releases] == ["bound", "loss", "directions", "choice"]
+    assert type(found) is Squared
+
+
+def test_a_seed_of_torch_does_not_fix_the_noise():
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        found.append(_released(_line()))
+    assert not same(*found)
+
+
+def test_given_noise_reproduces_a_run():
+    found = [_released(_deep(), engine=ExpMQuadEngine(noise_generator=np.random.default_rng(s))) for s in (3, 3, 4)]
+    assert same(found[0], found[1])
+    assert not same(found[0], found[2])
+
+
+# --- budgets and failures --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [(0.9, DELTA), (EPSILON, 1e-6)])
+def test_a_budget_refuses_before_any_data_is_touched(budget):
+    engine = ExpMQuadEngine(budget=budget)
+    with pytest.raises(BudgetExceeded):
+        _released(_deep(), DataLoader(Untouchable(RECORDS), batch_size=64), engine)
+    assert engine.accountant.releases == []
+
+
+def test_nothing_else_is_charged_in_between(monkeypatch):
+    engine, tried = ExpMQuadEngine(budget=(EPSILON, DELTA)), []
+    right = looks.gradient_norms
+
+    def spy(*arguments):
+        with pytest.raises(BudgetExceeded):
+            engine.accountant.record(Query("other", EPSILON, DELTA, RECORDS, mu=0.1))
+        tried.append(1)
+        return right(*arguments)
+
+    monkeypatch.setattr(looks, "gradient_norms", spy)
+    _released(_line(), engine=engine)
+    assert tried == [1]
+    assert engine.get_epsilon(DELTA) <= EPSILON
+
+
+def test_a_step_that_fails_leaves_what_was_charged(monkeypatch):
+    engine, right, calls = ExpMQuadEngine(budget=(EPSILON, DELTA)), LearnedRounds._direction, []
+
+    def failing(self, *arguments):
+        calls.append([q.what for q in engine.accountant.releases])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return right(self, *arguments)
+
+    monkeypatch.setattr(LearnedRounds, "_direction", failing)
+    model = _line()
+    before = copy.deepcopy(model)
+    with pytest.raises(KeyboardInterrupt):
+        _released(model, engine=engine)
+    assert calls[0] == calls[2] == ["metric", "scale", "bound", "loss", "directions"]  # once, before the first step
+    assert [q.what for q in engine.accountant.releases] == calls[0]
+    assert same(model, before)
+
+
+def test_every_part_is_charged_before_it_is_drawn(monkeypatch):
+    """Whatever is drawn from the noise finds its charge in the ledger."""
+    engine = ExpMQuadEngine(noise_generator=np.random.default_rng(0))
+    seen = []
+    right = Books.drawn
+
+    def spy(self, event, admission, draw, like):
+        def checked():
+            assert self.accountant.releases[-1] is event
+            seen.append(event.what)
+            return draw()
+
+        return right(self, event, admission, checked, like)
+
+    monkeypatch.setattr(Books, "drawn", spy)
+    _released(_line(), engine=engine)
+    assert seen == [q.what for q in engine.accountant.releases]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({}, {"delta": 0.0}, "delta must be greater than 0 where no radius is given"),
+    ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
+    ({}, {"views": lambda x: [x, -x]}, "views have no part"),
+    ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
+    ({"secure_mode": True}, {}, "secure_mode has no learned rounds"),
+    ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
+    ({}, {"max_grad_norm": 1.0}, "max_grad_norm has no meaning"),
+    ({}, {"max_curvature": 0.0}, "max_curvature has no meaning"),
+    ({}, {"regularization": 1.0}, "regularization has no meaning"),
+    ({}, {"public_loader": _loader(8)}, "public_loader has no meaning"),
+    ({}, {"rounds": 2}, "rounds has no meaning"),
+    ({}, {"projection": "stiefel"}, "projection has no meaning"),
+    ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set"),
+    ({}, {"loader": DataLoader(Untouchable(40), batch_size=4, drop_last=True, sampler=range(9))}, "sampler of type"),
+    ({}, {"loader": _loader(40), "criterion": nn.CrossEntropyLoss()}, "needs at least 2 outputs|target has"),
+]
+
+
+@pytest.mark.parametrize(("engine", "options", "message"), REFUSED, ids=lambda v: v[:25] if isinstance(v, str) else "")
+def test_refused(engine, options, message):
+    engine = ExpMQuadEngine(**engine)
+    loader = DataLoader(Untouchable(40), batch_size=4)
+    with pytest.raises(ValueError, match=message):
+        _released(_line(), **{"loader": loader, "engine": engine, **options})
+    assert engine.accountant.releases == []
+
+
+def test_several_ranks_are_refused():
+    class Ranks:
+        count = 2
+
+    books = Books(ExpMQuadEngine().accountant, "add_remove", Noise(), Ranks())
+    with pytest.raises(ValueError, match="run in one process"):
+        LearnedRounds(_loader(), Measurement(Sparse(seed=0), None), EPSILON, DELTA, books)
+
+
+def test_a_faint_signal_is_said_in_public_numbers():
+    with pytest.warns(UserWarning, match=r"with 40 records, 4 parameters and epsilon=0.1 .*n·μ/√p = 0\.") as caught:
+        _released(_line(), _loader(40), epsilon=0.1)
+    found = {str(w.message) for w in caught if "told from noise" in str(w.message)}
+    other = DataLoader(TensorDataset(*(9 * t for t in _tensors(40))), batch_size=64)
+    with pytest.warns(UserWarning, match="told from noise") as again:
+        _released(_line(), other, epsilon=0.1)
+    assert found == {str(w.message) for w in again if "told from noise" in str(w.message)}
+
+
+# --- exact privacy of the parts --------------------------------------------------------------------------------------
+
+
+class Silent:
+    """No noise; every record is in every sample; choices are the likeliest."""
+
+    def __init__(self, level=0.0):
+        self.level = level
+
+    def standard_normal(self, shape):
+        return np.full(shape, self.level)
+
+    def random(self, count):
+        return np.full(count, 0.999999)
+
+
+class SilentNoise(Noise):
+    def source(self):
+        return Silent()
+
+    def uniforms(self):
+        return Silent()
+
+
+class Parts:
+    """What learned rounds ask of a loader, without the noise."""
+
+    def __init__(self, x, y, model=None):
+        self.model = _deep() if model is None else model
+        self.loader = DataLoader(TensorDataset(x, y), batch_size=16)
+        books = Books(ExpMQuadEngine().accountant, "add_remove", SilentNoise(), ExpMQuadEngine().books().ranks)
+        self.measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
+        self.rounds = LearnedRounds(self.loader, self.measurement, EPSILON, DELTA, books)
+        self.bench = Workbench(self.model, self.measurement)
+        looks.prepare(self.bench, self.loader)
+        self.rule = Rule(EPSILON, DELTA, 10, 2, bounded=False)
+        self.asked = {}
+        right = self.rounds._ask
+
+        def spy(what, mu, draw, like, **costs):
+            answer = right(what, mu, draw, like, **costs)
+            self.asked.setdefault(what, []).append((mu, answer))
+            return answer
+
+        self.rounds._ask = spy
+
+
+ODD = {
+    "plain": (1.0, 0.5),
+    "far": (30.0, -1e4),
+    "huge": (1e160, 1e160),
+    "inf": (math.inf, 1.0),
+    "nan": (1.0, math.nan),
+    "zero": (0.0, 0.0),
+}
+
+
+def _neighbours(name):
+    x, y = _tensors(6)
+    a, b = ODD[name]
+    more = torch.full((1, 3), a, dtype=torch.float64), torch.full((1, 1), b, dtype=torch.float64)
+    return (x, y), (torch.cat([x, more[0]]), torch.cat([y, more[1]]))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_metric_is_shifted_by_at_most_mu(name, monkeypatch):
+    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: 1.0)
+    shifts = []
+    for data in _neighbours(name):
+        parts = Parts(*data)
+        factors = looks.factors
+        with monkeypatch.context() as patch:  # the same z for the records that both have
+            patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
+            parts.rounds._metric(parts.bench, parts.rule, looks.blocks(parts.bench))
+        ((mu, answer),) = parts.asked["metric"]
+        shifts.append(answer)
+    moved = float((shifts[1] - shifts[0]).norm()) * parts.rule.factor_mu
+    assert moved <= mu == parts.rule.metric_mu
+    assert name != "plain" or moved > 0.3 * mu
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_direction_is_shifted_by_at_most_its_bound(name):
+    bound, sums = 0.05, []
+    for data in _neighbours(name):
+        parts = Parts(*data)
+        scale = parts.rule.sample_rate * 10
+        one = [parts.rounds._direction(parts.bench, _full(parts.rule), bound, Silent(level)) for level in (0.0, 1.0)]
+        assert (one[1] - one[0]).numpy() * 10 == pytest.approx(bound * _full(parts.rule).noise_multiplier)
+        sums.append(one[0] * 10)
+        assert scale > 0
+    moved = float((sums[1] - sums[0]).norm())
+    assert moved <= bound
+    assert name != "far" or moved > 0.99 * bound
+
+
+def _full(rule):
+    """The rule of a step in which every record takes part."""
+
+    class Full:
+        sample_rate = 1.0
+        noise_multiplier = rule.noise_multiplier
+
+    return Full()
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_length_is_shifted_by_at_most_mu(name, monkeypatch):
+    limits = itertools.cycle([0.3, 0.2])
+    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: next(limits))
+    pairs = []
+    for data in _neighbours(name):
+        parts = Parts(*data)
+        moved = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
+        parts.rounds._length(parts.bench, parts.rule, moved / 10, moved, 2.0)
+        ((mu, answer),) = parts.asked["length"]
+        pairs.append(answer)
+    deviations = torch.tensor([0.6, 0.4], dtype=torch.float64) / (parts.rule.length_mu / 2)
+    shift = float(((pairs[1] - pairs[0]) / deviations).norm())
+    assert shift <= mu * (1 + 1e-12)
+    assert mu == parts.rule.length_mu / math.sqrt(2)
+    assert name != "far" or shift > 0.7 * mu  # its gradient takes all of its part; its curvature is small
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
+    """By enumeration of what can be chosen: the changes of all log probabilities lie in an interval of length ε_range."""
+    logits = {"choice": [], "quantile": []}
+    monkeypatch.setattr(learned, "chosen", lambda found, _: logits["choice"].append(found) or 0)
+    monkeypatch.setattr(quantiles, "chosen", lambda found, _: logits["quantile"].append(found) or 0)
+    for data in _neighbours(name):
+        parts = Parts(*data)
+        mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
+        parts.rounds._chosen(parts.bench, parts.rule, mean, 0.1)
+        norms = looks.gradient_norms(parts.bench, parts.loader)
+        parts.rounds._quantile("bound", norms, 0.75, parts.rule.bound_mu, learned._UNITS)
+    for kind, mu in (("choice", parts.rule.length_mu), ("quantile", parts.rule.bound_mu)):
+        one, other = logits[kind]
+        law = [v - np.logaddexp.reduce(v) for v in (one, other)]
+        assert np.isfinite(law).all()
+        assert np.ptp(law[1] - law[0]) <= curves.bounded_range_within(mu) * (1 + 1e-9)
+
+
+def _two_parts(values, epsilon_range, noise, rate, *, read_off=False):
+    """The joint density of a bound and of a direction in one dimension: (bound, direction) on fixed grids."""
+    values = np.asarray(values)
+    scores = epsilon_range * quantile_scores(grid_counts(np.abs(values)), 0.75) / score_width(0.75, "add_remove")
+    logits = scores + 3 * learned._UNITS
+    if read_off:
+        logits = np.where(np.arange(len(GRID)) == np.searchsorted(GRID, np.abs(values).max()), 0.0, -80.0)
+    law = np.exp(logits - np.logaddexp.reduce(logits))
+    y = np.linspace(-1, 1, 801)
+    found = np.zeros((len(GRID), len(y)))
+    for j in np.flatnonzero(law > 1e-12):
+        bound = 0.5 * GRID[j]
+        places = y * bound * (10 * noise + len(values) + 1)
+        for taken in itertools.product([False, True], repeat=len(values)):
+            g = torch.from_numpy(values[list(taken)])[:, None]
+            total = ClippedAdder(bound * learned._MARGIN, 0.0)
+            total.add(RecordQuadratics(g, None, g.norm(dim=1), torch.zeros(len(g)), parallel=True))
+            weight = rate ** sum(taken) * (1 - rate) ** (len(values) - sum(taken))
+            mean = float(total.result().gradient[0]) if sum(taken) else 0.0
+            found[j] += law[j] * weight * stats.norm.pdf(places, mean, bound * noise) * (places[1] - places[0])
+    return found
+
+
+def _delta(p, q, epsilon):
+    return max(np.maximum(p - math.exp(epsilon) * q, 0).sum(), np.maximum(q - math.exp(epsilon) * p, 0).sum())
+
+
+VALUES, MORE = [0.2, -0.5, 1.0], 6.0
+TWO = {"epsilon_range": 0.5, "noise": 1.0, "rate": 0.5}
+
+
+def _claim(epsilon):
+    """The least δ on a grid at which the ledger claims this ε."""
+    events, steps = [PlannedEvent(TWO["epsilon_range"])], [(TWO["noise"], TWO["rate"], 1)]
+    for delta in np.logspace(-6, -0.3, 40):
+        if exact_total(events, steps, delta).epsilon <= epsilon:
+            return delta
+    return 1.0
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 0.8, 1.3])
+def test_a_bound_and_then_a_direction_by_quadrature(epsilon):
+    """Adaptive composition: the direction is clipped by the bound that was chosen before."""
+    laws = [_two_parts_on_the_same_places(v) for v in (VALUES, [*VALUES, MORE])]
+    found = _delta(*laws, epsilon)
+    assert 0 < found <= _claim(epsilon)
+
+
+def _two_parts_on_the_same_places(values, **changes):
+    """Places depend on the number of records; a record with no gradient keeps it."""
+    return _two_parts([*values, 0.0] if len(values) < 4 else values, **(TWO | changes))
+
+
+def test_defects_of_the_two_parts_would_be_noticed():
+    """Half of the noise, or a bound that is read off the data."""
+    for change in ({"noise": 0.5}, {"read_off": True}):
+        laws = [_two_parts_on_the_same_places(v, **change) for v in (VALUES, [*VALUES, MORE])]
+        assert _delta(*laws, 1.3) > _claim(1.3), change
+
+
+# --- from outside ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_black_box_finds_no_more_than_is_claimed():
+    """A canary on which the model is wrong, against records on which it is right."""
+    x, y = torch.ones(10, 1, dtype=torch.float64), torch.zeros(10, 1, dtype=torch.float64)
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    canary = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), 50.0, dtype=torch.float64)
+    without = DataLoader(TensorDataset(x, y), batch_size=16)
+    with_it = DataLoader(TensorDataset(torch.cat([x, canary[0]]), torch.cat([y, canary[1]])), batch_size=16)
+    arguments = {"epsilon": 4.0, "delta": 1e-3, "criterion": nn.MSELoss(), "nominal_size": 10}
+    with pytest.warns(UserWarning, match="NOT private"):
+        report = audit.black_box(model, without, with_it, arguments, lambda m: float(flat(m)[0]), releases=250)
+    (finding,) = report.findings
+    assert finding.holds, report.table()
+    assert finding.claimed <= 4.0
