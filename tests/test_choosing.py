@@ -75,6 +75,7 @@ def test_errors_count_one_or_nothing(monkeypatch):
     assert law[0] - law[1] == pytest.approx(1.0)  # one error against two, at ε = 1
 
 
+@pytest.mark.slow
 def test_the_failure_probability_is_that_of_the_closed_form(monkeypatch):
     """Two candidates whose total losses differ by nt: the worse one is chosen with probability 1/(1 + e^{εnt/B})."""
     loader = _loader([1.0] * 6, [1.0] * 6)
