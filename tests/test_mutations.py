@@ -26,7 +26,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, _files, audit, bounds, paper, rounds
+from opacus_expm import ExpMQuadEngine, _files, audit, bounds, learned, paper, rounds
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, filters, ledger
 from opacus_expm.accounting.accountant import ExpMAccountant
@@ -36,9 +36,10 @@ from opacus_expm.accounting.filters import BudgetExceeded
 from opacus_expm.audit import Pair, Record, Setting
 from opacus_expm.audit.findings import synthetic_data
 from opacus_expm.books import Books
-from opacus_expm.gathering import clipping, collating, files, hooks, loaders, passes
+from opacus_expm.gathering import clipping, collating, files, hooks, loaders, looks, passes
 from opacus_expm.gathering import records as named
 from opacus_expm.gathering.independence import State
+from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.randomness import Generators, freshly
 from opacus_expm.gathering.views import with_own_views, with_views
 from opacus_expm.mechanism import curves, sampling, secure
@@ -46,6 +47,7 @@ from opacus_expm.mechanism.density import BallGaussian
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
 from opacus_expm.mechanism.sensitivity import Sensitivity
 from opacus_expm.noise import Noise
+from opacus_expm.subspaces.sparse import Sparse
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -668,6 +670,171 @@ def public_data_is_not_private():
 # --- defects -------------------------------------------------------------------------------------------------------------
 
 
+# --- learned rounds ------------------------------------------------------------------------------------------------------
+
+
+def _learned(x=None, more=()):
+    """Learned rounds over a few records and what is given them further, ready to be asked for one part."""
+    x = torch.tensor([0.3, -0.2, 0.5, *more] if x is None else x, dtype=torch.float64).reshape(-1, 1)
+    loader = DataLoader(TensorDataset(x, x + 1), batch_size=16)
+    measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
+    books = ExpMQuadEngine(noise_generator=np.random.default_rng(0)).books()
+    found = learned.LearnedRounds(loader, measurement, 1.0, 1e-5, books)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    bench = passes.Workbench(model, measurement)
+    looks.prepare(bench, loader)
+    return found, bench, learned.Rule(1.0, 1e-5, 10, 2, False)
+
+
+def _answers(part, more=()):
+    """What the parts named so are answered, over noise that starts anew."""
+    rounds_, bench, rule = _learned(more=more)
+    found, right = [], rounds_._ask
+
+    def spy(what, mu, draw, like, **costs):
+        found.append((what, mu, right(what, mu, draw, like, **costs)))
+        return found[-1][2]
+
+    rounds_._ask = spy
+    part(rounds_, bench, rule)
+    return found, rule
+
+
+def directions_have_their_noise():
+    """A step's deviation is Cσ in every coordinate, over and over."""
+    rounds_, bench, _ = _learned()
+    full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0)
+    random = np.random.default_rng(1)
+    steps = torch.stack([10 * rounds_._direction(bench, full, 0.1, random) for _ in range(200)])
+    assert abs(float(steps.var(0).mean()) / 0.09 - 1) < 0.2
+
+
+def lengths_are_clipped():
+    """A record of enormous curvature moves the pair by no more than its μ, with the noise of both alike."""
+
+    def part(rounds_, bench, rule):
+        rounds_._quantile = lambda *_: 0.1
+        moved = torch.linspace(-1, 1, bench.map.dim, dtype=torch.float64)
+        rounds_._length(bench, rule, moved, moved, 2.0)
+
+    pairs = [_answers(part, more) for more in ((), (1e4,))]
+    shift = (pairs[1][0][0][2] - pairs[0][0][0][2]) / (0.2 / (pairs[0][1].length_mu / 2))
+    assert float(shift.norm()) <= pairs[0][1].length_mu / math.sqrt(2) * (1 + 1e-9)
+
+
+def the_metric_has_its_noise():
+    """Away from its sums by as much as μ says: the squares of standard normal numbers."""
+    squares = []
+    for seed in range(20):
+        rounds_, bench, rule = _learned()
+        rounds_._books = dataclasses.replace(rounds_._books, noise=Noise(np.random.default_rng(seed)))
+        answers = []
+        rounds_._quantile = lambda *_: 1.0
+
+        def spy(*a, right=rounds_._ask, answers=answers, **k):
+            answers.append(right(*a, **k))
+            return answers[-1]
+
+        rounds_._ask = spy
+        rounds_._metric(bench, rule, looks.blocks(bench))
+        first = answers[0][:4].view(2, 2)  # A of the first layer: inputs and the constant
+        sums = looks.factors(bench, rounds_._loader, np.random.default_rng(0)).inputs[0]
+        squares.append(float((first - sums).square().sum()) * rule.factor_mu**2)
+    assert stats.kstest(squares, stats.chi2(3).cdf).pvalue > 1e-3
+
+
+def bounds_are_drawn():
+    """With little to spend, the same norms give other bounds: what is bought is no function of the data."""
+    found = set()
+    for seed in range(8):
+        rounds_, _, _ = _learned()
+        rounds_._books = dataclasses.replace(rounds_._books, noise=Noise(np.random.default_rng(seed)))
+        found.add(rounds_._quantile("bound", np.array([1.0, 2.0, 3.0]), 0.75, 0.01))
+    assert len(found) > 1
+
+
+def the_run_is_in_the_ledger():
+    """The whole of it, before the first sample is taken."""
+    engine, taken = ExpMQuadEngine(noise_generator=np.random.default_rng(0)), []
+    right = learned.sampled
+
+    def spy(*arguments):
+        taken.append([q.run for q in engine.accountant.releases if q.run])
+        return right(*arguments)
+
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(learned, "sampled", spy)
+        loader = DataLoader(TensorDataset(x, x), batch_size=16)
+        engine.make_private_expm(
+            nn.Linear(1, 1).double(), loader, 1.0, delta=1e-5, criterion=nn.MSELoss(), progress=False
+        )
+    assert len(taken) > 1
+    assert all(runs == taken[-1] and runs and runs[0][2] == len(taken) for runs in taken)
+
+
+def the_choice_has_its_range():
+    """One record more, with the gain as large as it counts: the scores move by no more than ε_range."""
+    logits = []
+    for more in ((), (1e3,)):
+        rounds_, bench, rule = _learned(more=more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learned, "chosen", lambda found, _: logits.append(found) or 0)
+            rounds_._chosen(bench, rule, torch.full((bench.map.dim,), 0.5, dtype=torch.float64), 0.1)
+    law = [v - np.logaddexp.reduce(v) for v in logits]
+    assert np.ptp(law[1] - law[0]) <= curves.bounded_range_within(rule.length_mu) * (
+        0.5 + 1e-9
+    )  # all gains are of one sign
+
+
+def _without_noise(patch):
+    right = learned.LearnedRounds._direction
+
+    def wrong(self, bench, rule, bound, random):
+        silent = SimpleNamespace(random=random.random, standard_normal=np.zeros)
+        return right(self, bench, rule, bound, silent)
+
+    patch.setattr(learned.LearnedRounds, "_direction", wrong)
+
+
+def _unclipped_length(patch):
+    patch.setattr(torch.Tensor, "clamp", lambda self, *_, **__: self)
+
+
+def _half_symmetric(patch):
+    right = learned.symmetric_noise
+    patch.setattr(learned, "symmetric_noise", lambda *a: right(*a) / 2)
+
+
+def _bound_off_the_data(patch):
+    def wrong(self, what, norms, quantile, mu, base=None):
+        return float(np.quantile(norms, quantile))
+
+    patch.setattr(learned.LearnedRounds, "_quantile", wrong)
+
+
+def _run_not_charged(patch):
+    right = learned.LearnedRounds._ask
+
+    def wrong(self, what, mu, draw, like, **costs):
+        return draw() if what == "directions" else right(self, what, mu, draw, like, **costs)
+
+    patch.setattr(learned.LearnedRounds, "_ask", wrong)
+
+
+def _half_width_of_the_choice(patch):
+    right = learned.LearnedRounds._chosen
+
+    def wrong(self, bench, rule, mean, guess):
+        twice = SimpleNamespace(length_mu=curves.bounded_range_mu(2 * curves.bounded_range_within(rule.length_mu)))
+        return right(self, bench, twice, mean, guess)
+
+    patch.setattr(learned.LearnedRounds, "_chosen", wrong)
+
+
 @dataclass(frozen=True)
 class Defect:
     """What is wrong, how to put it into the package, and the check that must notice."""
@@ -691,7 +858,7 @@ def _at_the_outputs(patch):
 
     def wrong(source, criterion, inputs, targets, **options):
         found = original(source, criterion, inputs, targets, **options)
-        gradient, _ = clipping._at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
+        gradient, _ = clipping.at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
         return dataclasses.replace(found, gradient_norms=gradient.norm(dim=1))
 
     everywhere(patch, original, wrong)
@@ -1096,6 +1263,14 @@ DEFECTS = (
     Defect("a subclass of DataLoader iterates in its own way", _any_subclass, audit_of_a_loader_that_repeats_a_batch),
     Defect("a record reached by two paths", _only_subsets_are_looked_into, audit_of_a_record_named_twice),
     Defect("private records as public data", _any_public_data, public_data_is_not_private),
+)
+DEFECTS += (
+    Defect("the span of a direction without noise", _without_noise, directions_have_their_noise),
+    Defect("the length's pair not clipped", _unclipped_length, lengths_are_clipped),
+    Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
+    Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
+    Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),
+    Defect("a choice over half of its width", _half_width_of_the_choice, the_choice_has_its_range),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 
