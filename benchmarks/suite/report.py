@@ -50,8 +50,9 @@ class Mean:
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Mean and standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Mean(statistics.fmean(values), error)
+    center, count = statistics.fmean(values), len(values)
+    squares = math.fsum((value - center) ** 2 for value in values)  # NaN, as it should be, where something diverged
+    return Mean(center, math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan)
 
 
 def by_seed(found: Facts, method: str, epsilon: float | None, fact: str = "score") -> dict[int, float]:

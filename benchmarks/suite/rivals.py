@@ -143,11 +143,11 @@ def merit(found: Facts) -> float:
 
 def free(name: str, epsilon: float, seed: int, log: Journal, *, searched: Sequence[int]) -> Facts:
     """The run with the settings whose mean test score over the searched seeds is best; the search is not charged."""
-
-    def mean(settings: Settings) -> float:
-        return statistics.fmean(merit(run(name, settings, epsilon, other, log)) for other in searched)
-
-    best = max(candidates(name), key=mean)
+    listed = candidates(name)
+    # A seed at a time, so that its task is made once.
+    merits = [[merit(run(name, settings, epsilon, other, log)) for settings in listed] for other in searched]
+    means = [statistics.fmean(column) for column in zip(*merits, strict=True)]
+    best = listed[max(range(len(listed)), key=means.__getitem__)]
     return {**run(name, best, epsilon, seed, log), "settings": best}
 
 
