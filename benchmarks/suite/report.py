@@ -31,7 +31,7 @@ STYLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ours": ("ours, untuned", {"color": "#0b3c6f", "linestyle": "-", "marker": "o", "linewidth": 1.9}),
     "free": ("DP-SGD, tuned for free", {"color": "#e69f00", "linestyle": "--", "marker": "^"}),
     "charged": ("DP-SGD, tuning charged", {"color": "#b04a5a", "linestyle": "-.", "marker": "s"}),
-    "untuned": ("DP-SGD, untuned", {"color": "0.6", "linestyle": (0, (1, 1)), "marker": "x"}),
+    "untuned": ("DP-SGD, untuned", {"color": "0.55", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "x"}),
 }
 
 
@@ -114,7 +114,7 @@ def line(found: Facts, epsilon: float) -> list[str]:
         f"{epsilon:g}",
         str(len(by_seed(found, "ours", epsilon))),
         *(score(method) for method in ("zero-shot", "non-private", "ours", best, "charged", "untuned")),
-        "–" if paired is None else paired.text(digits + (digits == 1), "+"),
+        "–" if paired is None else paired.text(digits + 1, "+"),
         verdict(found, epsilon),
         costs("passes"),
         costs("seconds"),
@@ -181,7 +181,15 @@ def _panel(axes: Axes, found: Facts) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlim(min(every) / 1.6, max(every) * 1.6)
     axes.set_xlabel("privacy budget ε")
-    axes.set_ylabel("test accuracy (%)" if found["metric"] == "accuracy" else "test loss (less is better)")
+    if found["metric"] == "accuracy":
+        axes.set_ylabel("test accuracy (%)")
+    else:  # what diverges multiplies a loss, and would hide everything else
+        axes.set_yscale("log")
+        ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if axes.get_ylim()[0] < tick]
+        axes.set_yticks([tick for tick in ticks if tick < axes.get_ylim()[1]])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_yticks([], minor=True)
+        axes.set_ylabel("test loss, less is better")
     axes.set_title(found["task"].replace("_", " "), fontsize="medium")
     axes.grid(True, color="0.92", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -215,7 +215,7 @@ def check_table(text, directory):
         rival = {run["seed"]: run["score"] for run in runs["free"]}
         paired = [run["score"] - rival[run["seed"]] for run in runs["ours"] if run["seed"] in rival]
         if paired:
-            compared(row, "ours − tuned", paired, digits + (digits == 1))
+            compared(row, "ours − tuned", paired, digits + 1)
         for fact in ("passes", "seconds"):
             shown = float(row[fact].split(" / ")[0])
             assert shown == pytest.approx(
