@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.suite import rivals
 from benchmarks.suite.selection import ORDERS, Trials, dp_sgd_rdp, epsilon_of
+from benchmarks.suite.trials import LAWS, expected_best
+from benchmarks.suite.trials import main as compare_laws
 from opacus_expm import tasks
 from opacus_expm.baselines import calibrated_noise
 from opacus_expm.experiments.journal import Journal
@@ -271,3 +273,29 @@ def test_the_table_and_the_command_line(trained, tmp_path, monkeypatch, capsys):
     assert re.search(r"\| icu  \| free    \| 1 \| 90\.0 ± 0\.0 \| 10     \| 0       \|", printed)
     assert all(f"| {rival} " in printed for rival in rivals.RIVALS)
     assert Path(tmp_path / "log.jsonl").read_text().count("\n") > 22
+
+
+# --- which law of trials is kindest ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("mean", [5.0, 10.0])
+def test_the_mean_of_the_best_is_that_of_its_law(shape, mean):
+    """Written out over the number of trials, and the best of each number as the largest of independent draws."""
+    trials, merits, start = Trials(mean, shape), [3.0, -1.0, 2.5, 7.0], -4.0
+    law = probabilities(trials)
+    expected = law[0] * start
+    for k in range(1, len(law)):
+        reached = (np.arange(5) / 4) ** k
+        expected += law[k] * (np.diff(reached) @ np.sort(merits))
+    assert expected_best(trials, merits, start) == pytest.approx(expected, rel=1e-9)
+    assert expected_best(Trials(2 * mean, shape), merits, start) != pytest.approx(expected, rel=1e-3)  # the control
+
+
+def test_the_laws_are_compared_in_a_table(trained, tmp_path, capsys):
+    compare_laws(["icu", "--log", str(tmp_path / "log.jsonl"), "--epsilons", "1", "--seeds", "1"])
+    printed = capsys.readouterr().out
+    assert all(f"| icu  | {law} " in printed for law in LAWS)
+    assert {call["epsilon"] for call in trained} == {
+        rivals.charged_epsilon(1.0, 1e-5, ((1, 20), (20, 10)), trials) for trials in LAWS.values()
+    }
