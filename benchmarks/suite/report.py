@@ -196,8 +196,9 @@ def _panel(axes: Axes, found: Facts) -> None:
 
 
 def read(directory: Path) -> list[Facts]:
-    """The results of all tasks that have some, in a fixed order."""
-    return [read_result(path) for name in TASKS if (path := directory / f"{name}.json").exists()]
+    """The results of all tasks in which a private method ran, in a fixed order."""
+    found = [read_result(path) for name in TASKS if (path := directory / f"{name}.json").exists()]
+    return [task for task in found if budgets(task)]
 
 
 def write(directory: Path) -> str:
