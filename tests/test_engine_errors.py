@@ -88,6 +88,8 @@ def _table():
                 continue  # means "not given"
             words = [argument, "number", repr(value), type(value).__name__]
             table[f"{argument} {name}"] = ({argument: value}, TypeError, words)
+    # Without a radius the rounds are learned, and the other arguments of this table have no meaning.
+    table["radius none"] = ({"radius": None}, ValueError, ["proj_dim", "no meaning without radius=", "leave it out"])
     for argument in ("proj_dim", "nominal_size", "max_physical_batch_size", "rounds"):
         for value in (0, -1):
             words = [argument, "positive integer", repr(value)]

@@ -198,7 +198,7 @@ class Choice:
 
 def test_a_new_kind_needs_nothing_but_its_name(tmp_path, monkeypatch):
     """It is charged, written, read back, saved, counted and refused like the others."""
-    with pytest.raises(TypeError, match="must be a Release or a Purchase, got Choice"):
+    with pytest.raises(TypeError, match="must be a Release or a Purchase or a Query, got Choice"):
         ExpMAccountant().record(Choice(0.5))
     monkeypatch.setitem(events.KINDS, "choice", Choice)
     path, budget = tmp_path / "ledger.jsonl", (1.0, 0.0)
