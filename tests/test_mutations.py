@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from records_of_all_kinds import Fetched
 from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
@@ -568,23 +569,6 @@ def _unless_refused(words, model, with_it, without):
     except ValueError as error:
         refusal = str(error)
     assert not refusal or words in refusal, refusal
-
-
-class Fetched(Dataset):
-    """Records that are divided by the largest of those that are fetched together."""
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices):
-        x = self.x[indices]
-        return list(zip(x / x.abs().max(), self.y[indices], strict=True))
 
 
 class LastAgain(DataLoader):

@@ -7,10 +7,11 @@ from collections import UserDict, namedtuple
 import numpy as np
 import pytest
 import torch
+from records_of_all_kinds import Fetched, Listed
 from torch import nn
 from torch.nn.functional import one_hot, pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from transformers import (
     BertTokenizerFast,
     DataCollatorForTokenClassification,
@@ -35,19 +36,6 @@ def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
     path.write_text("\n".join(WORDS))
     return BertTokenizerFast(str(path))
-
-
-class Listed(Dataset):
-    """A list as a data set."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
 
 
 # --- collate functions that people write -----------------------------------------------------------------------------
@@ -395,23 +383,6 @@ def test_standardising_by_the_batch_moves_all_records_and_is_refused():
     """Without the check: 22 C_g."""
     with pytest.raises(ValueError, match="as a mean over the batch does"):
         moved(*neighbours(collate_fn=columns(lambda x, y: ((x - x.mean(0)) / x.std(0), y))))
-
-
-class Fetched(Dataset):
-    """Records that are divided by the largest of those that are fetched together."""
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices):
-        found = self.x[indices]
-        return list(zip(found / found.abs().max(), self.y[indices], strict=True))
 
 
 class Named(Fetched):

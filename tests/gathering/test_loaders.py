@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from records_of_all_kinds import Listed
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -45,19 +46,6 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return ((torch.tensor([float(i)]), torch.tensor([10.0 * i])) for i in range(self.start, self.n))
-
-
-class Listed(Dataset):
-    """A list as a data set."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
 
 
 class Backwards(Sampler):

@@ -577,28 +577,6 @@ def test_truncated_normal(p, h, s):
     assert (np.abs(x) <= s).all()
 
 
-def test_rejection_gives_up_with_advice():
-    density = BallGaussian(np.full(20, 1.0), np.zeros(20), 0.1)
-    with pytest.raises(RuntimeError, match="gave up after 5000 proposals; use Exact"):
-        PlainRejection(max_proposals=5000).sample(density, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="positive definite"):
-        PlainRejection().sample(BallGaussian(np.zeros(2), np.zeros(2), 1.0), np.random.default_rng(0))
-
-
-@pytest.mark.parametrize("options", [{"burn_in": 0}, {"thin": 0}, {"chains": 0}])
-def test_gibbs_options(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        Gibbs(**options)
-
-
-def test_gibbs_chains_give_the_number_of_draws():
-    density = BallGaussian(np.ones(3), np.ones(3), 1.0)
-    with pytest.warns(UserWarning, match="Gibbs"):
-        draws = Gibbs(burn_in=5, thin=2, chains=4).sample(density, np.random.default_rng(0), 10)
-    assert draws.shape == (10, 3)
-    assert len(np.unique(draws, axis=0)) == 10
-
-
 # --- where the noise comes from -------------------------------------------------------------------------------------
 
 
