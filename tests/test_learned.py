@@ -460,7 +460,9 @@ def _claim(epsilon):
     return 1.0
 
 
-@pytest.mark.parametrize("epsilon", [0.3, 0.8, 1.3])
+@pytest.mark.parametrize(
+    "epsilon", [pytest.param(0.3, marks=pytest.mark.slow), 0.8, pytest.param(1.3, marks=pytest.mark.slow)]
+)
 def test_a_bound_and_then_a_direction_by_quadrature(epsilon):
     """Adaptive composition: the direction is clipped by the bound that was chosen before."""
     laws = [_two_parts(v, **TWO) for v in (VALUES, [*VALUES, MORE])]
@@ -468,6 +470,7 @@ def test_a_bound_and_then_a_direction_by_quadrature(epsilon):
     assert 0 < found <= _claim(epsilon)
 
 
+@pytest.mark.slow
 def test_defects_of_the_two_parts_would_be_noticed():
     """Half of the noise, or a bound that is read off the data."""
     for change in ({"noise": 0.5}, {"read_off": True}):

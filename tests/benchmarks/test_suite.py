@@ -57,6 +57,7 @@ def arguments(directory, *more):
 
 
 @pytest.mark.filterwarnings("ignore")  # Opacus's own
+@pytest.mark.slow
 def test_every_method_runs_once_and_is_kept(tiny, tmp_path, capsys):
     suite.main(arguments(tmp_path))
     found = read_result(tmp_path / "icu.json")
