@@ -250,7 +250,7 @@ class LearnedRounds:
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
         asked = self._measurement
-        layers = 0 if asked.grad_sampling.mode == "functorch" else len(looks.likely_blocks(bench))
+        layers = 0 if asked.grad_sampling.mode == "functorch" else len(bench.blocks())
         loss = None if asked.criterion is None else make_criterion(asked.criterion, torch.zeros(0))
         return Rule(self._epsilon, self._delta, self._size, layers, loss is not None and loss.guessing(2) is not None)
 

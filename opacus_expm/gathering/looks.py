@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
-from opacus_expm.gathering.factors import FactorSums, blocks_of, factor_sums
+from opacus_expm.gathering.factors import FactorSums, factor_sums
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
 from opacus_expm.gathering.model import ran_out_of_memory
 from opacus_expm.gathering.passes import Workbench
@@ -55,15 +55,8 @@ def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor,
 
 def blocks(bench: Workbench) -> tuple[Block, ...]:
     """The layers that are matrices, where hooks serve the model; none otherwise."""
-    source = bench.prepared[0]
-    if not isinstance(source, ProjectedGradSampleModule):
-        return ()
-    return tuple(blocks_of(source._module, bench.layout).values())
-
-
-def likely_blocks(bench: Workbench) -> tuple[Block, ...]:
-    """The layers that are matrices, before it is known whether hooks serve the model."""
-    return tuple(blocks_of(bench._working, bench.layout).values())
+    hooked = isinstance(bench.prepared[0], ProjectedGradSampleModule)
+    return tuple(bench.blocks().values()) if hooked else ()
 
 
 def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> FactorSums:
@@ -73,8 +66,7 @@ def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generat
         stream = bench.begin(loader, "loader")
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
-        found = blocks_of(source._module, bench.layout)
-        return factor_sums(source, found, loss, stream, bench.pieces.padded(loader), random)
+        return factor_sums(source, bench.blocks(), loss, stream, bench.pieces.padded(loader), random)
 
     return bench.in_memory(once, loader, "loader")
 

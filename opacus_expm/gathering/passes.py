@@ -31,6 +31,7 @@ from opacus_expm.gathering.clipping import (
     record_quadratics,
 )
 from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
+from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
@@ -49,6 +50,7 @@ from opacus_expm.gathering.views import EachView, check_each_alone, with_own_vie
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
 from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.metric import Block
 
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
@@ -278,6 +280,10 @@ class Workbench:
             probes=self.measurement.grad_sampling.probes,
             pad_to=pad_to,
         )
+
+    def blocks(self) -> dict[nn.Module, Block]:
+        """The layers of the working copy that are matrices, which a metric can have factors for."""
+        return blocks_of(self._working, self.layout)
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:
