@@ -358,6 +358,50 @@ def test_the_metric_is_shifted_by_at_most_mu(name, monkeypatch):
     assert name != "plain" or moved > 0.3 * mu
 
 
+class LoudNoise(SilentNoise):
+    def source(self):
+        return Silent(1.0)
+
+
+def _answers(what, ask, monkeypatch):
+    """What a part answers without noise, and with every normal number 1; everything else is the same."""
+    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: 1.0)
+    found = []
+    for noise in (SilentNoise(), LoudNoise()):
+        parts = Parts(*_tensors(6))
+        object.__setattr__(parts.rounds._books, "noise", noise)
+        factors = looks.factors
+        with monkeypatch.context() as patch:
+            patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
+            ask(parts)
+        ((mu, answer),) = parts.asked[what]
+        found.append(answer)
+    return parts.rule, mu, found[1] - found[0]
+
+
+def test_the_metric_has_the_noise_that_its_cost_says(monkeypatch):
+    """Each factor moves by 1 in Frobenius norm: noise of deviation 1/μ in the isometric coordinates of each."""
+    rule, mu, noise = _answers(
+        "metric", lambda parts: parts.rounds._metric(parts.bench, parts.rule, looks.blocks(parts.bench)), monkeypatch
+    )
+    sizes = [d for block in looks.blocks(Parts(*_tensors(6)).bench) for d in (block.width, block.outputs)]
+    expected = math.sqrt(sum(d + d * (d - 1) / 2 for d in sizes)) / rule.factor_mu
+    assert float(noise.norm()) == pytest.approx(expected, rel=1e-9)
+    assert mu == pytest.approx(rule.factor_mu * math.sqrt(len(sizes)))
+
+
+def test_a_length_has_the_noise_that_its_cost_says(monkeypatch):
+    """Both numbers are clipped at twice the quantile, which is 1 here, and share the cost."""
+
+    def ask(parts):
+        place = torch.full((parts.bench.map.dim,), 0.01, dtype=torch.float64)
+        parts.rounds._length(parts.bench, parts.rule, place, place, 2.0)
+
+    rule, mu, noise = _answers("length", ask, monkeypatch)
+    assert noise.tolist() == pytest.approx([2.0 / (rule.length_mu / 2)] * 2)
+    assert mu == pytest.approx(math.hypot(*(2.0 / noise).tolist()))
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_a_direction_is_shifted_by_at_most_its_bound(name):
     bound, sums = 0.05, []
