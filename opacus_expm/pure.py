@@ -54,6 +54,7 @@ _QUANTILE, _FACTOR = 0.85, 1.2  # of the norms, for C
 _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0
 _OCTAVES = range(-4, 6)  # of B/C, on the first menu
 _MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # of the last length, on later ones
+MENUS = (len(_OCTAVES), len(_MULTIPLES))  # how many steps are on the first menu, and on later ones
 _RELUCTANCE, _SLOPE = 1.5, 0.1  # public weights against any step, and against each place further down the menu
 _RECORDS_TO_A_LENGTH = 250.0  # nε₁ with which a length is found
 _RELIABLE = 500.0  # nε from which a length can be relied on
