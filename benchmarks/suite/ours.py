@@ -70,7 +70,7 @@ def ours(name: str, epsilon: float, seed: int) -> Facts:
     return {
         "score": task.score(model),
         "seconds": seconds,
-        "passes": passes(rule),
+        "passes": rule.passes,
         "charged": engine.get_epsilon(DELTA),
         "public": {"records": rule.records, "layers": rule.layers, "bounded": rule.bounded},
         "plan": plan([event for event in engine.accountant.releases if isinstance(event, Query)]),
@@ -84,16 +84,6 @@ def rule_of(task: Task, epsilon: float) -> Rule:
     outputs = looks.prepare(bench, loader)
     bounded = bench.prepared[1].guessing(outputs) is not None
     return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded)
-
-
-def passes(rule: Rule) -> float:
-    """How often the records are gone through, in passes of a forward and a backward one, which count a third and two.
-
-    One for the metric, where there is one, and one for the bound; the directions' samples; two thirds for each length, which
-    is a forward pass with a tangent; one for the choice among three places, and a third for a bound of the losses.
-    """
-    once = (rule.layers > 0) + 1 + 1
-    return once + rule.steps * rule.sample_rate + 2 / 3 * len(rule.marks) + (0 if rule.bounded else 1 / 3)
 
 
 def plan(asked: list[Query]) -> Facts:
