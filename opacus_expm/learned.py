@@ -217,8 +217,8 @@ class LearnedRounds:
         _check.positive("epsilon", epsilon)
         if _check.fraction("delta", delta) == 0:
             raise ValueError(
-                "delta must be greater than 0 where no radius is given: learned rounds are (epsilon, delta)-DP; pass "
-                "delta=1e-5, or for a pure guarantee radius= and proj_dim="
+                "delta must be greater than 0 for learned rounds, which are (epsilon, delta)-DP; pass delta=1e-5, or call "
+                "make_private_expm, which has pure rounds for delta=0"
             )
         check_learnable(loader, measurement, books)
         books.check()
@@ -262,12 +262,16 @@ class LearnedRounds:
             metric = self._metric(bench, rule, blocks)
             bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
         bound = _BOUND_FACTOR * asked.quantile(
-            "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
+            "bound",
+            looks.gradient_norms(bench, self._loader),
+            rule.bound_quantile,
+            curves.bounded_range_within(rule.bound_mu),
+            _UNITS,
         )
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)
             values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
-            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, rule.loss_mu)
+            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
         return Walk(bench, self._loader, asked, rule, bound, guess)
 
     def _likely(self, bench: Workbench) -> Rule:
@@ -291,7 +295,8 @@ class LearnedRounds:
 
         like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
         released = asked.ask("metric", noisy, like, mu=rule.metric_mu)
-        scales = [asked.quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
+        price = curves.bounded_range_within(rule.scale_mu)
+        scales = [asked.quantile("scale", h.numpy(), 0.5, price) for h in sums.traces.unbind(1)]
         scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
         parts = [
             p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
@@ -383,8 +388,9 @@ class Walk(PrivateValues):
         pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
         asked, part = self._asked, self.rule.length_mu / 2
         numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
+        price = curves.bounded_range_within(part)
         limits = [
-            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
+            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, price) for v in numbers
         ]
         clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
         deviations = torch.tensor(limits, dtype=torch.float64) / part
@@ -431,7 +437,9 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
     if measurement.views is not None:
         raise ValueError(f"views have no part in learned rounds yet; {way_out}")
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
-        raise ValueError(f"learned rounds take samples, and loader has an iterable data set; {way_out}")
+        raise ValueError(
+            f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"
+        )
 
 
 def _warn_if_faint(rule: Rule, parameters: int) -> None:

@@ -234,7 +234,6 @@ def test_every_part_is_charged_before_it_is_drawn(monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ({}, {"delta": 0.0}, "delta must be greater than 0 where no radius is given"),
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"views": lambda x: [x, -x]}, "views have no part"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
@@ -259,6 +258,12 @@ def test_refused(engine, options, message):
     with pytest.raises(ValueError, match=message):
         _released(_line(), **{"loader": loader, "engine": engine, **options})
     assert engine.accountant.releases == []
+
+
+def test_they_need_a_delta():
+    books = ExpMQuadEngine().books()
+    with pytest.raises(ValueError, match="delta must be greater than 0 for learned rounds"):
+        LearnedRounds(_loader(), Measurement(Sparse(seed=0), None), EPSILON, 0.0, books)
 
 
 def test_several_ranks_are_refused():
@@ -472,7 +477,7 @@ def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
         mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
         parts.walk(mean).module()
         norms = looks.gradient_norms(parts.bench, parts.loader)
-        parts.questions.quantile("bound", norms, 0.75, parts.rule.bound_mu, learned._UNITS)
+        parts.questions.quantile("bound", norms, 0.75, curves.bounded_range_within(parts.rule.bound_mu), learned._UNITS)
     for kind, mu in (("choice", parts.rule.length_mu), ("quantile", parts.rule.bound_mu)):
         one, other = logits[kind]
         law = [v - np.logaddexp.reduce(v) for v in (one, other)]
