@@ -12,8 +12,8 @@ The model moves in the span of directions that were released before, where a few
    far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
    dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
    it corrects the place, and η with it.
-5. **Choice.** The mean of the last places, half of it, or the start: the exponential mechanism chooses by the clipped gain
-   in the records' losses.
+5. **Choice.** The mean of the last places, or the start: the exponential mechanism chooses by the clipped gain in the
+   records' losses.
 
 How many steps there are and what each part may cost is a public formula (``Rule``), the same for every task.
 
@@ -58,17 +58,17 @@ from opacus_expm.questions import Questions
 from opacus_expm.subspaces.metric import Block, Metric
 from opacus_expm.subspaces.sparse import Sparse
 
-_PASSES = 10.0  # over the data, of the directions together
+_PASSES = 10.0  # over the data, of everything together
 _MOST_STEPS = 100
-_MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is measured
+_MARKS = (0.05, 0.15, 0.4)  # of the steps, after which a length is measured
 _AVERAGED = 0.4  # of the steps, at the end
 _METRIC_SHARE = 0.08  # of μ²
 _DAMPING = 0.6  # of the edge of the noise's spectrum
 _BOUND_FACTOR = 0.5
 _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
-_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be corrected by
-_CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
-_RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
+_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
+_CHOICES = (0.0, 1.0)  # of the mean of the last places
+_RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
 _LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
@@ -99,7 +99,7 @@ class Rule:
     @property
     def times(self) -> int:
         """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
-        return max(5, min(20, round(self.records * self.mu / 30)))
+        return max(5, min(14, round(self.records * self.mu / 30)))
 
     @property
     def steps(self) -> int:
@@ -107,14 +107,28 @@ class Rule:
         return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
 
     @property
+    def looking(self) -> float:
+        """Passes over the data beside the directions, where a forward one counts a third and a backward one two.
+
+        One for the metric and one for C; two thirds for each length, a forward pass with a tangent, and for the choice
+        between two places; a third for a bound of the losses.
+        """
+        return (self.layers > 0) + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
+
+    @property
     def sample_rate(self) -> float:
-        """q: the directions together take no more than ten passes over the data."""
-        return min(1.0, _PASSES / self.steps)
+        """q: everything together takes no more than ten passes over the data."""
+        return min(1.0, (_PASSES - self.looking) / self.steps)
+
+    @property
+    def passes(self) -> float:
+        """How often the records are gone through, on average."""
+        return self.looking + self.steps * self.sample_rate
 
     @property
     def rate(self) -> float:
-        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several."""
-        return 2.0 if self.layers <= 1 else self.times / (4 * self.steps)
+        """η of the first steps: for one layer 2, beyond which a quadratic loss swings, and less in much noise; or short."""
+        return min(2.0, 0.3 * self.times) if self.layers <= 1 else self.times / (4 * self.steps)
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -391,7 +405,7 @@ class Walk(PrivateValues):
         return float(min(longest, max(_SHORTEST, 1 + along)))
 
     def module(self) -> nn.Module:
-        """The model at the mean of the last places, half of it or the start, by the clipped gain in the records' losses.
+        """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
         A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
         """

@@ -54,7 +54,6 @@ _QUANTILE, _FACTOR = 0.85, 1.2  # of the norms, for C
 _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0
 _OCTAVES = range(-4, 6)  # of B/C, on the first menu
 _MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # of the last length, on later ones
-MENUS = (len(_OCTAVES), len(_MULTIPLES))  # how many steps are on the first menu, and on later ones
 _RELUCTANCE, _SLOPE = 1.5, 0.1  # public weights against any step, and against each place further down the menu
 _RECORDS_TO_A_LENGTH = 250.0  # nε₁ with which a length is found
 _RELIABLE = 500.0  # nε from which a length can be relied on
@@ -115,6 +114,16 @@ class PureRule:
         directions = self.signal / (_LEAST_RATIO * self.parameters)
         lengths = _LENGTH_SHARE * self.epsilon * self.records / _RECORDS_TO_A_LENGTH
         return max(1, min(_MOST_ROUNDS, int(directions), int(lengths)))
+
+    @property
+    def passes(self) -> float:
+        """How often the records are gone through, in passes of a forward and a backward one, which count a third and two.
+
+        One for C, and a third for B where it is bought; one for each direction; and a third for every step on a menu and for
+        the place where it begins.
+        """
+        places = len(_OCTAVES) + len(_MULTIPLES) * (self.rounds - 1) + self.rounds
+        return 1 + (0 if self.bounded else 1 / 3) + self.rounds + places / 3
 
     def queries(self) -> list[tuple[str, PlannedEvent]]:
         """Everything that is going to be asked of the records, in order."""

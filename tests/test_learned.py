@@ -63,10 +63,11 @@ def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
 def _plan(epsilon, delta, n, layers, bounded):
     """What has to be in the ledger, written down a second time from the formula: (what, ε_range, μ, run)."""
     mu = curves.gaussian_mu(epsilon, delta)
-    times = max(5, min(20, round(n * mu / 30)))
+    times = max(5, min(14, round(n * mu / 30)))
     steps = min(100, times * max(1, 2 * layers - 1))
-    rate = min(1.0, 10 / steps)
-    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.1, 0.2, 0.35, 0.5)}) if layers > 1 else []
+    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.15, 0.4)}) if layers > 1 else []
+    looks = (2 if layers else 1) + 2 / 3 * (len(marks) + 1) + (0 if bounded else 1 / 3)
+    rate = min(1.0, (10 - looks) / steps)
     length = mu * math.sqrt((0.06 if layers > 1 else 0.02) / (len(marks) + 1))
 
     def choice(what, cost):
@@ -113,7 +114,7 @@ def test_the_parts_leave_most_for_the_directions(n, layers):
     rule = Rule(EPSILON, DELTA, n, layers, bounded=False)
     spent = sum(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) ** 2 for _, e in rule.queries())
     assert spent < 0.27 * rule.mu**2
-    assert rule.sample_rate * rule.steps <= 10 + 1e-9
+    assert rule.passes <= 10 + 1e-9
     assert 5 <= rule.steps <= 100
 
 

@@ -21,7 +21,7 @@ from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.learned import Rule
-from opacus_expm.pure import MENUS, PureRule
+from opacus_expm.pure import PureRule
 from opacus_expm.subspaces.sparse import Sparse
 
 BATCH = 64  # records that are in memory at a time; no result depends on it
@@ -48,9 +48,9 @@ def zero_shot(name: str, seed: int) -> Facts:
 def without_privacy(name: str, seed: int) -> Facts:
     """The model fine-tuned without privacy."""
     task, settings = task_of(name, seed), NON_PRIVATE[name]
-    begin = time.perf_counter()
+    begin = time.process_time()
     model = non_private(task.model, task.private, task.criterion, seed=seed, **settings)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return {"score": task.score(model), "seconds": seconds, "passes": settings["epochs"], "settings": settings}
 
 
@@ -65,13 +65,13 @@ def ours(name: str, epsilon: float, seed: int) -> Facts:
     rule = rule_of(task, epsilon)
     assert rule.noise_multiplier > 0  # found here, and remembered
     engine = ExpMQuadEngine()
-    begin = time.perf_counter()
+    begin = time.process_time()
     model = engine.make_private_expm(task.model, loader, epsilon, delta=DELTA, criterion=task.criterion)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return {
         "score": task.score(model),
         "seconds": seconds,
-        "passes": passes(rule),
+        "passes": rule.passes,
         "charged": engine.get_epsilon(DELTA),
         "public": {"records": rule.records, "layers": rule.layers, "bounded": rule.bounded},
         "plan": plan([event for event in engine.accountant.releases if isinstance(event, Query)]),
@@ -84,28 +84,18 @@ def pure(name: str, epsilon: float, seed: int) -> Facts:
     bench, bounded = _prepared(task)
     rule = PureRule(epsilon, len(task.private), bench.layout.size, bounded)
     engine = ExpMQuadEngine()
-    begin = time.perf_counter()
+    begin = time.process_time()
     loader = DataLoader(task.private, batch_size=BATCH)
     model = engine.make_private_expm(task.model, loader, epsilon, delta=0.0, criterion=task.criterion)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return {
         "score": task.score(model),
         "seconds": seconds,
-        "passes": pure_passes(rule),
+        "passes": rule.passes,
         "charged": engine.get_epsilon(0.0),
         "public": {"records": rule.records, "parameters": rule.parameters, "bounded": rule.bounded},
         "plan": {"shares": shares([event for event in engine.accountant.releases if isinstance(event, Query)])},
     }
-
-
-def pure_passes(rule: PureRule) -> float:
-    """How often pure rounds go through the records, counted as in ``passes``.
-
-    One for the bound and a third for a bound of the losses; one for each direction; and a third for every step on a menu and
-    for the place where it begins.
-    """
-    menus = MENUS[0] + MENUS[1] * (rule.rounds - 1)
-    return 1 + (0 if rule.bounded else 1 / 3) + rule.rounds + (menus + rule.rounds) / 3
 
 
 def rule_of(task: Task, epsilon: float) -> Rule:
@@ -120,16 +110,6 @@ def _prepared(task: Task) -> tuple[Workbench, bool]:
     bench = Workbench(task.model, Measurement(Sparse(seed=0), None, criterion=task.criterion, progress=False))
     outputs = looks.prepare(bench, loader)
     return bench, bench.prepared[1].guessing(outputs) is not None
-
-
-def passes(rule: Rule) -> float:
-    """How often the records are gone through, in passes of a forward and a backward one, which count a third and two.
-
-    One for the metric, where there is one, and one for the bound; the directions' samples; two thirds for each length, which
-    is a forward pass with a tangent; one for the choice among three places, and a third for a bound of the losses.
-    """
-    once = (rule.layers > 0) + 1 + 1
-    return once + rule.steps * rule.sample_rate + 2 / 3 * len(rule.marks) + (0 if rule.bounded else 1 / 3)
 
 
 def plan(asked: list[Query]) -> Facts:
