@@ -109,9 +109,9 @@ class SpamFilter(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """The mean of the last layer over the tokens that are there."""
-        states, mask = x[..., :-1], x[..., -1]
-        absent = (1 - mask)[:, None, None, :] * torch.finfo(x.dtype).min  # added where a token would be looked at
-        return _mean(self.encoder(states, attention_mask=absent).last_hidden_state, mask)
+        states, there = x[..., :-1], x[..., -1] > 0.5
+        added = torch.where(there[:, None, None, :], 0.0, torch.finfo(x.dtype).min)  # to how much a token is looked at
+        return _mean(self.encoder(states, attention_mask=added).last_hidden_state, there)
 
     def forward(self, x: Tensor) -> Tensor:
         """Two outputs for each message."""

@@ -8,11 +8,15 @@ import torch
 from test_datasets import REAL_DATA
 from test_downloads import put
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import tasks
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.experiments import messages, optional
+from opacus_expm.gathering import looks
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.subspaces.sparse import Sparse
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -154,6 +158,10 @@ def test_adapters_start_as_the_head_alone_and_can_be_trained_privately(tmp_path)
     x, y = (tensor[:6] for tensor in found.private.tensors)
     with torch.no_grad():
         torch.testing.assert_close(found.model(x[2:3]), found.model(x)[2:3], atol=1e-4, rtol=1e-4)
+
+    bench = Workbench(found.model, Measurement(Sparse(seed=0), None, criterion=found.criterion, progress=False))
+    assert looks.prepare(bench, DataLoader(found.private, batch_size=8)) == 2
+    assert len(looks.blocks(bench)) == 5  # hooks serve the model: two factors of two adapters, and the head
 
     options = {"epsilon": 8.0, "delta": 1e-5, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 6, "epochs": 2}
     trained = dp_sgd(found.model, TensorDataset(x, y), found.criterion, seed=0, **options)
