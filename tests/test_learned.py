@@ -12,7 +12,7 @@ from small_problem import Squared, Stream, Untouchable, flat, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, audit, learned, questions
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, audit, learned
 from opacus_expm.accounting.composition import exact_total, gaussian_total, least_noise
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
@@ -21,7 +21,7 @@ from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.learned import LearnedRounds, Rule, Walk
-from opacus_expm.mechanism import curves, quantiles
+from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
@@ -361,7 +361,7 @@ def test_the_metric_is_shifted_by_at_most_mu(name, monkeypatch):
         factors = looks.factors
         with monkeypatch.context() as patch:  # the same z for the records that both have
             patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
-            parts.rounds._metric(parts.bench, parts.rule, looks.blocks(parts.bench))
+            parts.rounds.metric(parts.bench, parts.rule, looks.blocks(parts.bench))
         ((mu, answer),) = parts.asked["metric"]
         shifts.append(answer)
     moved = float((shifts[1] - shifts[0]).norm()) * parts.rule.factor_mu
@@ -393,7 +393,7 @@ def _answers(what, ask, monkeypatch):
 def test_the_metric_has_the_noise_that_its_cost_says(monkeypatch):
     """Each factor moves by 1 in Frobenius norm: noise of deviation 1/μ in the isometric coordinates of each."""
     rule, mu, noise = _answers(
-        "metric", lambda parts: parts.rounds._metric(parts.bench, parts.rule, looks.blocks(parts.bench)), monkeypatch
+        "metric", lambda parts: parts.rounds.metric(parts.bench, parts.rule, looks.blocks(parts.bench)), monkeypatch
     )
     sizes = [d for block in looks.blocks(Parts(*_tensors(6)).bench) for d in (block.width, block.outputs)]
     expected = math.sqrt(sum(d + d * (d - 1) / 2 for d in sizes)) / rule.factor_mu
@@ -464,8 +464,12 @@ def test_a_length_is_shifted_by_at_most_mu(name, monkeypatch):
 def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
     """By enumeration of what can be chosen: the changes of all log probabilities lie in an interval of length ε_range."""
     logits = {"choice": [], "quantile": []}
-    monkeypatch.setattr(questions, "chosen", lambda found, _: logits["choice"].append(found) or 0)
-    monkeypatch.setattr(quantiles, "chosen", lambda found, _: logits["quantile"].append(found) or 0)
+
+    def choose(self, found):
+        logits["choice" if len(found) == 3 else "quantile"].append(found)
+        return 0
+
+    monkeypatch.setattr(Noise, "choose", choose)
     for data in _neighbours(name):
         parts = Parts(*data)
         mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
