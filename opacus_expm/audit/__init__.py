@@ -4,7 +4,7 @@
 |---|---|---|
 | ``audit_pair`` | the densities from which the engine draws on two data sets | the exact privacy loss between them |
 | ``worst_pair``, ``audit_worst`` | the same, on data as bad as the clipping bounds allow | the worst of a search |
-| ``audit_learned`` | what parts of learned rounds release one after the other, as a function of the noise | the exact loss of their joint law |
+| ``audit_learned`` | what parts of learned rounds release, one after the other | the exact loss of their joint law |
 | ``black_box`` | released models only, loader in and model out | a lower bound on ε, with confidence |
 | ``black_box_dp_sgd`` | the same for Opacus DP-SGD | the same, for comparison |
 | ``paper_practice`` | bounds read off the private data | a pair of data sets that breaks the claim |

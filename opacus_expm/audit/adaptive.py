@@ -40,6 +40,7 @@ _FINE = 0.1  # of a deviation, between two nodes at which a known density is eva
 _NEGLIGIBLE = 1e-12  # probability of a history that is left out
 _SAME = 1e-9  # up to which numbers are the same
 _LARGEST = 700.0  # e^t overflows beyond
+_FAR = 100.0  # deviations, from which on nothing is hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,7 +342,8 @@ def _sums(side: Side, *, only_noise: bool = False) -> tuple[list[Array], Array]:
 
 def _merged(p: Array, q: Array, distances: Array) -> tuple[Array, Array, Array]:
     """The same law with outcomes made one that have the same ratio of probabilities and the same distance."""
-    keys, place = np.unique(np.round(np.stack([p - q, distances]), 9), axis=1, return_inverse=True)
+    seen = np.minimum(distances, _FAR)
+    keys, place = np.unique(np.round(np.stack([p - q, seen]), 9), axis=1, return_inverse=True)
     merged = np.log(np.bincount(place.ravel(), np.exp(p)))
     return merged, merged - keys[0], keys[1]
 
@@ -349,8 +351,8 @@ def _merged(p: Array, q: Array, distances: Array) -> tuple[Array, Array, Array]:
 def direction_and_choice(epsilon: float, delta: float) -> Parts:
     """A direction of all records, then the choice between start, half way and all of the way.
 
-    Half of the records that both data sets have, and the record itself, are for half of the way and against all of it, in such
-    a number that the choice is open.
+    The record itself and some of those that both data sets have are for half of the way and against all of it, in such a
+    number that the choice is open. The others make sure that the way is long.
     """
     bound, guess = 1.0, 0.1
 
@@ -377,9 +379,10 @@ def direction_and_choice(epsilon: float, delta: float) -> Parts:
         walk.module()
 
     rule = FewRounds(epsilon, delta, 10, 1, bounded=True, kinds=2)
-    open_choice = max(1, round(8 / curves.bounded_range_within(rule.length_mu)))
-    base = [(1.0, 2 / 3)] * open_choice + [(1.0, 4.0)] * open_choice
-    return Parts("direction, choice", rule, base, (1.0, 2 / 3), law, once, size=2 * open_choice)
+    undecided = math.ceil(5.3 / curves.bounded_range_within(rule.length_mu))
+    size = math.ceil(3.3 * undecided)
+    base = [(1.0, 0.75)] * undecided + [(1.0, 4.0)] * (size - undecided)
+    return Parts("direction, choice", rule, base, (1.0, 0.75), law, once, size=size)
 
 
 _ALL = (metric, bound_and_direction, two_directions, direction_and_length, direction_and_choice)
