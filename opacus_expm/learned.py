@@ -245,8 +245,7 @@ class LearnedRounds:
         asked.admit(rule.charges())
         _warn_if_faint(rule, bench.layout.size)
         if blocks:
-            metric = self.metric(bench, rule, blocks)
-            bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
+            bench = bench.within(self.metric(bench, rule, blocks))
         bound = self.bound(bench, rule)
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)

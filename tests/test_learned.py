@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -174,6 +175,28 @@ def test_a_budget_refuses_before_any_data_is_touched(budget):
     with pytest.raises(BudgetExceeded):
         _released(_deep(), DataLoader(Untouchable(RECORDS), batch_size=64), engine)
     assert engine.accountant.releases == []
+
+
+def test_a_plan_that_was_only_likely_to_fit_charges_nothing(monkeypatch):
+    """What is known before any data is a guess at the plan; the plan itself is judged again before the first charge."""
+    engine, cheap = ExpMQuadEngine(budget=(0.5, DELTA)), Rule(0.1, DELTA, RECORDS, 1, bounded=False)
+    monkeypatch.setattr(LearnedRounds, "_likely", lambda *_: cheap)
+    read = []
+    right = looks.prepare
+    monkeypatch.setattr(looks, "prepare", lambda *a: read.append(1) or right(*a))
+    with pytest.raises(BudgetExceeded):
+        _released(_line(), engine=engine)
+    assert read == [1]  # the guess had passed
+    assert engine.accountant.releases == []
+    _released(_line(), engine=engine, epsilon=0.5)  # and nothing is reserved any more
+    assert engine.get_epsilon(DELTA) <= 0.5
+
+
+def test_an_inferred_criterion_is_said_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _released(_deep(), criterion=None)
+    assert sum("criterion=None" in str(w.message) for w in caught) == 1
 
 
 def test_nothing_else_is_charged_in_between(monkeypatch):
