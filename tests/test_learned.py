@@ -569,7 +569,7 @@ def test_defects_of_the_two_parts_would_be_noticed():
 
 
 def _found_from_outside(monkeypatch, steps, noise):
-    """A canary on which the model is wrong, beside records without effect: rounds of so many steps, with a part of the noise."""
+    """A canary beside records without effect: rounds of so many steps, with a part of their noise."""
     monkeypatch.setattr(
         hooks, "check_mixing", lambda *_, **__: None
     )  # takes most of the time; the model is a single layer
