@@ -58,6 +58,7 @@ class Questions:
         mu: float = math.inf,
         epsilon_range: float = math.inf,
         run: tuple[float, float, int] | None = None,
+        pure: float | None = None,
     ) -> Tensor:
         """Charge, then draw.
 
@@ -68,6 +69,7 @@ class Questions:
             mu: Gaussian price.
             epsilon_range: price as a bounded range.
             run: noise multiplier, sample rate and steps of a run of sums over Poisson samples.
+            pure: price as pure ε, where that is half of the range.
         """
         self._asked[what] += 1
         event = Query(
@@ -81,12 +83,12 @@ class Questions:
             self._asked[what],
             self.books.adjacency,
             self.books.noise.origin,
+            pure,
         )
         return self.books.drawn(event, self._admission, draw, like)
 
-    def quantile(self, what: str, norms: Array, quantile: float, mu: float, base: Array | None = None) -> float:
-        """A private quantile, over the intervals of the grid; it costs as much as μ."""
-        epsilon = curves.bounded_range_within(mu)
+    def quantile(self, what: str, norms: Array, quantile: float, epsilon: float, base: Array | None = None) -> float:
+        """A private quantile, over the intervals of the grid; its range is ε."""
         logits = quantile_logits(grid_counts(norms), quantile, epsilon, self.books.adjacency, base)
 
         def draw() -> Tensor:
@@ -118,7 +120,8 @@ class Questions:
             The sums with noise, and its deviations.
         """
         part = mu / math.sqrt(2 * len(numbers))
-        limits = [factor * self.quantile(f"{what} bound", v.abs().numpy(), quantile, part) for v in numbers]
+        price = curves.bounded_range_within(part)
+        limits = [factor * self.quantile(f"{what} bound", v.abs().numpy(), quantile, price) for v in numbers]
         clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
         deviations = torch.tensor(limits, dtype=torch.float64) / part
 

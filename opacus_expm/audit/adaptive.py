@@ -349,10 +349,10 @@ def _merged(p: Array, q: Array, distances: Array) -> tuple[Array, Array, Array]:
 
 
 def direction_and_choice(epsilon: float, delta: float) -> Parts:
-    """A direction of all records, then the choice between start, half way and all of the way.
+    """A direction of all records, then the choice between the start and where it led.
 
-    The record itself and some of those that both data sets have are for half of the way and against all of it, in such a
-    number that the choice is open. The others make sure that the way is long.
+    The record itself is against the way, as are so many of those that both data sets have that the choice is open. Others
+    make sure that the way is long.
     """
     bound, guess = 1.0, 0.1
 
@@ -379,10 +379,9 @@ def direction_and_choice(epsilon: float, delta: float) -> Parts:
         walk.module()
 
     rule = FewRounds(epsilon, delta, 10, 1, bounded=True, kinds=2)
-    undecided = math.ceil(5.3 / curves.bounded_range_within(rule.length_mu))
-    size = math.ceil(3.3 * undecided)
-    base = [(1.0, 0.75)] * undecided + [(1.0, 4.0)] * (size - undecided)
-    return Parts("direction, choice", rule, base, (1.0, 0.75), law, once, size=size)
+    pull, more = math.ceil(4 * rule.noise_multiplier), math.ceil(5 / curves.bounded_range_within(rule.length_mu))
+    base = [(1.0, 4.0)] * pull + [(1.0, 0.0)] * (pull + more)
+    return Parts("direction, choice", rule, base, (1.0, -0.75), law, once, size=pull)
 
 
 _ALL = (metric, bound_and_direction, two_directions, direction_and_length, direction_and_choice)

@@ -186,6 +186,11 @@ class FewRounds(Rule):
         return self.share
 
     @property
+    def rate(self) -> float:
+        """η."""
+        return 2.0
+
+    @property
     def marks(self) -> tuple[int, ...]:
         """After how many steps a length is measured."""
         return (1,) if self.measured else ()
