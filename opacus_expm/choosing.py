@@ -31,7 +31,6 @@ from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.mechanism.choices import chosen
 from opacus_expm.subspaces.sparse import Sparse
 
 ERROR = "error"
@@ -83,13 +82,11 @@ def choose(
     totals = [measured(bench, loader).nan_to_num(bound, bound, 0.0).clamp(0.0, bound).sum().item() for bench in benches]
     width = bound * (2 if books.adjacency == "replace_one" else 1)
     logits = -epsilon / width * torch.tensor(totals, dtype=torch.float64).numpy()
-    uniforms = books.noise.uniforms()
     event = Query(
         "choice", epsilon, 0.0, size, epsilon_range=epsilon, adjacency=books.adjacency, noise=books.noise.origin
     )
-    number = books.drawn(
-        event, admission, lambda: torch.tensor([chosen(logits, uniforms)]), torch.zeros(1, dtype=torch.long)
-    )
+    like = torch.zeros(1, dtype=torch.long)
+    number = books.drawn(event, admission, lambda: torch.tensor([books.noise.choose(logits)]), like)
     return models[int(number)]
 
 

@@ -61,7 +61,11 @@ def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int |
 
     print("Worst neighbouring data sets within the clipping bounds, exactly:\n")
     exact = audit.audit_exact(epsilon, delta)
-    print(exact, "\n\nA canary, told from released models alone (lower bounds, 95 % confidence):\n", sep="", flush=True)
+    print(exact, "\n\nLearned rounds, the joint law of parts that follow one another, exactly:\n", sep="", flush=True)
+    learned = audit.audit_learned(epsilon, delta)
+    print(
+        learned, "\n\nA canary, told from released models alone (lower bounds, 95 % confidence):\n", sep="", flush=True
+    )
     box = audit.audit_black_box(epsilon, delta, releases=releases, draws=draws, seed=seed)
     print(
         box,
@@ -69,7 +73,7 @@ def audited(epsilon: float, delta: float, releases: int, draws: int, seed: int |
         sep="",
     )
     print(audit.paper_practice(epsilon))
-    return exact.holds and box.holds
+    return exact.holds and learned.holds and box.holds
 
 
 def spent(ledger: Path, delta: float) -> dict[str, Any]:

@@ -259,15 +259,8 @@ class LearnedRounds:
         asked.admit(rule.charges())
         _warn_if_faint(rule, bench.layout.size)
         if blocks:
-            metric = self._metric(bench, rule, blocks)
-            bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
-        bound = _BOUND_FACTOR * asked.quantile(
-            "bound",
-            looks.gradient_norms(bench, self._loader),
-            rule.bound_quantile,
-            curves.bounded_range_within(rule.bound_mu),
-            _UNITS,
-        )
+            bench = bench.within(self.metric(bench, rule, blocks))
+        bound = self.bound(bench, rule)
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)
             values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
@@ -281,8 +274,11 @@ class LearnedRounds:
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
         return Rule(asked.epsilon, asked.delta, asked.size, layers, loss is not None and loss.guessing(2) is not None)
 
-    def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
-        """Factors with noise, their roots, and each layer's scale."""
+    def metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
+        """Factors with noise, their roots, and each layer's scale.
+
+        **Privacy:** charged before it is drawn, the factors together and each scale.
+        """
         asked, n = self._questions, self._questions.size
         sums = looks.factors(bench, self._loader, asked.books.noise.source())
         totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
@@ -304,6 +300,15 @@ class LearnedRounds:
         roots = [_root(part, _DAMPING * edge(len(part), deviation / n)) for part in parts]
         found = tuple((roots[2 * i] / scale**0.25, roots[2 * i + 1] / scale**0.25) for i, scale in enumerate(scales))
         return Metric(blocks, found)
+
+    def bound(self, bench: Workbench, rule: Rule) -> float:
+        """C, at which gradients are clipped.
+
+        **Privacy:** charged before it is drawn.
+        """
+        norms = looks.gradient_norms(bench, self._loader)
+        price = curves.bounded_range_within(rule.bound_mu)
+        return _BOUND_FACTOR * self._questions.quantile("bound", norms, rule.bound_quantile, price, _UNITS)
 
 
 class Walk(PrivateValues):
@@ -338,6 +343,11 @@ class Walk(PrivateValues):
         self._random = asked.books.noise.source()
         plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
         asked.ask("directions", lambda: self._place, self._place, run=plan)
+
+    @property
+    def place(self) -> Tensor:
+        """ξ, where the rounds are; it follows from what was released."""
+        return self._place
 
     def step(self, sample: DataLoader[Any] | None) -> None:
         """Move by the direction that a Poisson sample shows; None is one without records."""
@@ -386,20 +396,11 @@ class Walk(PrivateValues):
         if reach == 0:
             return 1.0
         pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
-        asked, part = self._asked, self.rule.length_mu / 2
         numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
-        price = curves.bounded_range_within(part)
-        limits = [
-            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, price) for v in numbers
-        ]
-        clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
-        deviations = torch.tensor(limits, dtype=torch.float64) / part
-
-        def noisy() -> Tensor:
-            return clipped + deviations * torch.from_numpy(asked.books.noise.source().standard_normal(2))
-
-        like = torch.zeros(2, dtype=torch.float64)
-        g, h = asked.ask("length", noisy, like, mu=self.rule.length_mu / math.sqrt(2)).tolist()
+        sums, deviations = self._asked.clipped_sums(
+            "length", numbers, _LENGTH_QUANTILE, _LENGTH_FACTOR, self.rule.length_mu
+        )
+        g, h = sums.tolist()
         g *= max(0.0, 1 - (float(deviations[0]) / g) ** 2) if g else 0.0
         along = -g / max(h, float(deviations[1])) / reach
         return float(min(longest, max(_SHORTEST, 1 + along)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from opacus_expm.mechanism.choices import Uniforms
+from opacus_expm.mechanism.choices import Uniforms, chosen
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
@@ -61,6 +61,10 @@ class Noise:
     def uniforms(self) -> Uniforms:
         """A source of uniform numbers for a choice among finitely many."""
         return SystemNoise() if self.secure else self.source()
+
+    def choose(self, logits: Array) -> int:
+        """A candidate j with probability proportional to exp(logits[j])."""
+        return chosen(logits, self.uniforms())
 
     def draw(self, density: BallGaussian, reach: float) -> Array:
         """One draw ξ from a density.

@@ -13,9 +13,9 @@ from torch import Tensor
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
-from opacus_expm.mechanism.choices import chosen
+from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.density import Array
-from opacus_expm.mechanism.quantiles import grid_counts, private_quantile
+from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_logits
 
 
 @dataclass(eq=False)
@@ -89,16 +89,43 @@ class Questions:
 
     def quantile(self, what: str, norms: Array, quantile: float, epsilon: float, base: Array | None = None) -> float:
         """A private quantile, over the intervals of the grid; its range is ε."""
-        counts, uniforms = grid_counts(norms), self.books.noise.uniforms()
+        logits = quantile_logits(grid_counts(norms), quantile, epsilon, self.books.adjacency, base)
 
         def draw() -> Tensor:
-            found = private_quantile(counts, quantile, epsilon, self.books.adjacency, uniforms, base)
-            return torch.tensor([found], dtype=torch.float64)
+            return torch.tensor([GRID[self.books.noise.choose(logits)]], dtype=torch.float64)
 
         return float(self.ask(what, draw, torch.zeros(1, dtype=torch.float64), epsilon_range=epsilon))
 
     def choice(self, what: str, logits: Array, epsilon: float) -> int:
         """The number of one candidate, by the exponential mechanism; one record moves the logits by a range of at most ε."""
-        uniforms = self.books.noise.uniforms()
         like = torch.zeros(1, dtype=torch.long)
-        return int(self.ask(what, lambda: torch.tensor([chosen(logits, uniforms)]), like, epsilon_range=epsilon))
+        return int(self.ask(what, lambda: torch.tensor([self.books.noise.choose(logits)]), like, epsilon_range=epsilon))
+
+    def clipped_sums(
+        self, what: str, numbers: Sequence[Tensor], quantile: float, factor: float, mu: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the records of several numbers of each, clipped at multiples of private quantiles, with noise.
+
+        Half of μ² is for the quantiles and half for the sums. Each of the k sums has an equal part μ/√(2k) of its half: a
+        record moves it by no more than its bound c, and its noise has deviation c√(2k)/μ.
+
+        Args:
+            what: is asked, for the ledger.
+            numbers: a number of every record (n,), for each sum.
+            quantile: of the absolute values.
+            factor: of the quantile, at which they are clipped.
+            mu: Gaussian price of all of it.
+
+        Returns:
+            The sums with noise, and its deviations.
+        """
+        part = mu / math.sqrt(2 * len(numbers))
+        price = curves.bounded_range_within(part)
+        limits = [factor * self.quantile(f"{what} bound", v.abs().numpy(), quantile, price) for v in numbers]
+        clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
+        deviations = torch.tensor(limits, dtype=torch.float64) / part
+
+        def noisy() -> Tensor:
+            return clipped + deviations * torch.from_numpy(self.books.noise.source().standard_normal(len(limits)))
+
+        return self.ask(what, noisy, torch.zeros_like(clipped), mu=mu / math.sqrt(2)), deviations

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import BudgetExceeded, ExpMQuadEngine, choosing
 from opacus_expm.books import Books
+from opacus_expm.noise import Noise
 
 
 def _line(slope):
@@ -37,7 +38,7 @@ def _law(monkeypatch, loader, epsilon=1.0, adjacency="add_remove", candidates=No
     """The log probabilities of the candidates."""
     seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(choosing, "chosen", lambda logits, _: seen.append(logits) or 0)
+        patch.setattr(Noise, "choose", lambda _, logits: seen.append(logits) or 0)
         models = CANDIDATES if candidates is None else candidates
         ExpMQuadEngine(adjacency=adjacency).choose(models, loader, epsilon, **(options or MSE))
     return seen[0] - np.logaddexp.reduce(seen[0])
@@ -107,7 +108,7 @@ def test_charged_before_the_draw(monkeypatch):
         assert len(engine.accountant.releases) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choosing, "chosen", failing)
+    monkeypatch.setattr(Noise, "choose", failing)
     with pytest.raises(KeyboardInterrupt):
         engine.choose(CANDIDATES, GOOD, 0.5, **MSE)
     assert engine.get_epsilon(0.0) == 0.5

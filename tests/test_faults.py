@@ -33,6 +33,7 @@ from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
 from opacus_expm.gathering import randomness
 from opacus_expm.gathering.criteria import CrossEntropy
+from opacus_expm.learned import Walk
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.suggestion import Candidate
 
@@ -705,6 +706,69 @@ def test_later_rounds_go_on_with_what_fits():
     with pytest.warns(UserWarning, match="ran out of memory") as said:
         ExpMQuadEngine().make_private_expm(model, make_loader(64), 1.0, 0.3, 5, rounds=3, **options_of(**GIVEN))
     assert len(said) == 2  # 64 → 32 → 16, once
+
+
+class LateLimit(Limit):
+    """Has too little memory from the second piece of a step on, once it is told so."""
+
+    told = Shared()
+
+    @property
+    def limit(self):
+        self.told and self.told.append(1)
+        return 20 if len(self.told) > 2 else math.inf
+
+    @limit.setter
+    def limit(self, value):
+        pass
+
+
+def _begun_once(self, sample):
+    """A step that goes on with the sum of the attempt that failed."""
+    bench = self._bench
+    one = self.open(None)
+
+    def once():
+        one.add_pieces(bench.begin(sample, "loader"))
+        return one.sums().gradient
+
+    self.advance(bench.in_memory(once, sample, "loader"))
+
+
+def _last_place(monkeypatch, step, short_from):
+    """Where learned rounds are after their last step; memory is short from this step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LateLimit(20, OUT_OF_MEMORY["cuda"], 0), nn.Linear(FEATURES, CLASSES)).double()
+    records = TensorDataset(*(t.double() if t.is_floating_point() else t for t in make_tensors(150)))
+    LateLimit.told.clear()
+    places = []
+
+    def watched(self, sample):
+        if len(places) == short_from:
+            LateLimit.told.append(0)
+        step(self, sample)
+        places.append(self.place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "step", watched)
+        engine = ExpMQuadEngine(noise_generator=np.random.default_rng(0))
+        engine.make_private_expm(
+            model, make_loader(64, records), 1.0, delta=1e-5, criterion=nn.CrossEntropyLoss(), progress=False
+        )
+    return places[-1], engine.accountant.releases
+
+
+@pytest.mark.filterwarnings("ignore:the pass over loader ran out of memory")
+@pytest.mark.parametrize("short_from", [0, 2])
+def test_memory_that_runs_out_in_a_step_of_learned_rounds(short_from, monkeypatch):
+    """The step's sample starts again: each of its records is in the sum once, and the noise is the one that was due."""
+    right, ledger = _last_place(monkeypatch, Walk.step, None)
+    found, again = _last_place(monkeypatch, Walk.step, short_from)
+    assert len(LateLimit.told) > 2
+    assert again == ledger
+    torch.testing.assert_close(found, right)
+    twice, _ = _last_place(monkeypatch, _begun_once, short_from)
+    assert not torch.allclose(twice, right)
 
 
 def test_memory_that_runs_out_in_a_training_loop():

@@ -34,7 +34,7 @@ from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import NoGuarantee, NotGuaranteed, PlannedEvent, Purchase, Release
 from opacus_expm.accounting.filters import BudgetExceeded
-from opacus_expm.audit import Pair, Record, Setting
+from opacus_expm.audit import Pair, Record, Setting, adaptive
 from opacus_expm.audit.findings import synthetic_data
 from opacus_expm.books import Books
 from opacus_expm.gathering import clipping, collating, files, hooks, loaders, looks, passes
@@ -48,6 +48,7 @@ from opacus_expm.mechanism.density import BallGaussian
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
 from opacus_expm.mechanism.sensitivity import Sensitivity
 from opacus_expm.noise import Noise
+from opacus_expm.questions import Questions
 from opacus_expm.subspaces.sparse import Sparse
 
 # --- data ----------------------------------------------------------------------------------------------------------------
@@ -657,85 +658,90 @@ def public_data_is_not_private():
 # --- learned rounds ------------------------------------------------------------------------------------------------------
 
 
-def _learned(x=None, more=()):
+class _Learned:
     """Learned rounds over a few records and what is given them further, ready to be asked for one part."""
-    x = torch.tensor([0.3, -0.2, 0.5, *more] if x is None else x, dtype=torch.float64).reshape(-1, 1)
-    loader = DataLoader(TensorDataset(x, x + 1), batch_size=16)
-    measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
-    books = ExpMQuadEngine(noise_generator=np.random.default_rng(0)).books()
-    found = learned.LearnedRounds(loader, measurement, 1.0, 1e-5, books)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
-    bench = passes.Workbench(model, measurement)
-    looks.prepare(bench, loader)
-    return found, bench, learned.Rule(1.0, 1e-5, 10, 2, False)
 
+    def __init__(self, more=(), seed=0, rule=None):
+        x = torch.tensor([0.3, -0.2, 0.5, *more], dtype=torch.float64).reshape(-1, 1)
+        self.loader = DataLoader(TensorDataset(x, x + 1), batch_size=16)
+        measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
+        books = ExpMQuadEngine(noise_generator=np.random.default_rng(seed)).books()
+        self.rounds = learned.LearnedRounds(self.loader, measurement, 1.0, 1e-5, books)
+        self.rule = learned.Rule(1.0, 1e-5, 10, 2, False) if rule is None else rule
+        self.questions = self.rounds._questions
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+        self.bench = passes.Workbench(model, measurement)
+        looks.prepare(self.bench, self.loader)
+        self.answers = []
+        right = self.questions.ask
 
-def _answers(part, more=()):
-    """What the parts named so are answered, over noise that starts anew."""
-    rounds_, bench, rule = _learned(more=more)
-    found, right = [], rounds_._ask
+        def spy(what, draw, like, **costs):
+            self.answers.append(right(what, draw, like, **costs))
+            return self.answers[-1]
 
-    def spy(what, mu, draw, like, **costs):
-        found.append((what, mu, right(what, mu, draw, like, **costs)))
-        return found[-1][2]
+        self.questions.ask = spy
 
-    rounds_._ask = spy
-    part(rounds_, bench, rule)
-    return found, rule
+    def walk(self, bound=0.1, guess=0.1):
+        return learned.Walk(self.bench, self.loader, self.questions, self.rule, bound, guess)
 
 
 def directions_have_their_noise():
     """A step's deviation is Cσ in every coordinate, over and over."""
-    rounds_, bench, _ = _learned()
-    full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0)
-    random = np.random.default_rng(1)
-    steps = torch.stack([10 * rounds_._direction(bench, full, 0.1, random) for _ in range(200)])
-    assert abs(float(steps.var(0).mean()) / 0.09 - 1) < 0.2
+    full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0, rate=10.0, marks=(), steps=1)
+    found = _Learned(rule=full)
+    steps = []
+    for _ in range(200):
+        walk = found.walk()
+        walk.step(found.loader)
+        steps.append(walk.place)
+    assert abs(float(torch.stack(steps).var(0).mean()) / 0.09 - 1) < 0.2
 
 
 def lengths_are_clipped():
     """A record of enormous curvature moves the pair by no more than its μ, with the noise of both alike."""
-
-    def part(rounds_, bench, rule):
-        rounds_._quantile = lambda *_: 0.1
-        moved = torch.linspace(-1, 1, bench.map.dim, dtype=torch.float64)
-        rounds_._length(bench, rule, moved, moved, 2.0)
-
-    pairs = [_answers(part, more) for more in ((), (1e4,))]
-    shift = (pairs[1][0][0][2] - pairs[0][0][0][2]) / (0.2 / (pairs[0][1].length_mu / 2))
-    assert float(shift.norm()) <= pairs[0][1].length_mu / math.sqrt(2) * (1 + 1e-9)
+    pairs = []
+    for more in ((), (1e4,)):
+        found = _Learned(more)
+        found.questions.quantile = lambda *_: 0.1
+        found.walk()._length(torch.linspace(-1, 1, found.bench.map.dim, dtype=torch.float64), 2.0)
+        pairs.append(found.answers[-1])
+    shift = (pairs[1] - pairs[0]) / (0.2 / (found.rule.length_mu / 2))
+    assert float(shift.norm()) <= found.rule.length_mu / math.sqrt(2) * (1 + 1e-9)
 
 
 def the_metric_has_its_noise():
     """Away from its sums by as much as μ says: the squares of standard normal numbers."""
     squares = []
     for seed in range(20):
-        rounds_, bench, rule = _learned()
-        rounds_._books = dataclasses.replace(rounds_._books, noise=Noise(np.random.default_rng(seed)))
-        answers = []
-        rounds_._quantile = lambda *_: 1.0
-
-        def spy(*a, right=rounds_._ask, answers=answers, **k):
-            answers.append(right(*a, **k))
-            return answers[-1]
-
-        rounds_._ask = spy
-        rounds_._metric(bench, rule, looks.blocks(bench))
-        first = answers[0][:4].view(2, 2)  # A of the first layer: inputs and the constant
-        sums = looks.factors(bench, rounds_._loader, np.random.default_rng(0)).inputs[0]
-        squares.append(float((first - sums).square().sum()) * rule.factor_mu**2)
+        found = _Learned(seed=seed)
+        found.questions.quantile = lambda *_: 1.0
+        found.rounds.metric(found.bench, found.rule, looks.blocks(found.bench))
+        first = found.answers[0][:4].view(2, 2)  # A of the first layer: inputs and the constant
+        sums = looks.factors(found.bench, found.loader, np.random.default_rng(0)).inputs[0]
+        squares.append(float((first - sums).square().sum()) * found.rule.factor_mu**2)
     assert stats.kstest(squares, stats.chi2(3).cdf).pvalue > 1e-3
+
+
+def audit_of_a_metric_and_a_scale():
+    assert_sound(adaptive.metric)
+
+
+def audit_of_a_direction_and_a_choice():
+    assert_sound(adaptive.direction_and_choice)
+
+
+def assert_sound(parts):
+    """At the δ of the plan, no more is found than the ledger states."""
+    findings = parts(1.0, 1e-5).findings((1e-5,))
+    assert all(f.holds for f in findings)
 
 
 def bounds_are_drawn():
     """With little to spend, the same norms give other bounds: what is bought is no function of the data."""
-    found = set()
-    for seed in range(8):
-        rounds_, _, _ = _learned()
-        rounds_._books = dataclasses.replace(rounds_._books, noise=Noise(np.random.default_rng(seed)))
-        found.add(rounds_._quantile("bound", np.array([1.0, 2.0, 3.0]), 0.75, 0.01))
+    norms = np.array([1.0, 2.0, 3.0])
+    found = {_Learned(seed=seed).questions.quantile("bound", norms, 0.75, 0.01) for seed in range(8)}
     assert len(found) > 1
 
 
@@ -760,28 +766,27 @@ def the_run_is_in_the_ledger():
     assert all(runs == taken[-1] and runs and runs[0][2] == len(taken) for runs in taken)
 
 
-def the_choice_has_its_range():
-    """One record more, with the gain as large as it counts: the scores move by no more than ε_range."""
-    logits = []
-    for more in ((), (1e3,)):
-        rounds_, bench, rule = _learned(more=more)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(learned, "chosen", lambda found, _: logits.append(found) or 0)
-            rounds_._chosen(bench, rule, torch.full((bench.map.dim,), 0.5, dtype=torch.float64), 0.1)
-    law = [v - np.logaddexp.reduce(v) for v in logits]
-    assert np.ptp(law[1] - law[0]) <= curves.bounded_range_within(rule.length_mu) * (
-        0.5 + 1e-9
-    )  # all gains are of one sign
-
-
 def _without_noise(patch):
-    right = learned.LearnedRounds._direction
+    right = learned.Walk.advance
 
-    def wrong(self, bench, rule, bound, random):
-        silent = SimpleNamespace(random=random.random, standard_normal=np.zeros)
-        return right(self, bench, rule, bound, silent)
+    def wrong(self, total):
+        self._random = SimpleNamespace(standard_normal=np.zeros)
+        return right(self, total)
 
-    patch.setattr(learned.LearnedRounds, "_direction", wrong)
+    patch.setattr(learned.Walk, "advance", wrong)
+
+
+def _less_noise(patch):
+    right = learned.Walk.advance
+
+    def wrong(self, total):
+        rule = self.rule
+        self.rule = copy.copy(rule)
+        self.rule.__dict__["noise_multiplier"] = rule.noise_multiplier / 2
+        right(self, total)
+        self.rule = rule
+
+    patch.setattr(learned.Walk, "advance", wrong)
 
 
 def _unclipped_length(patch):
@@ -797,26 +802,25 @@ def _bound_off_the_data(patch):
     def wrong(self, what, norms, quantile, mu, base=None):
         return float(np.quantile(norms, quantile))
 
-    patch.setattr(learned.LearnedRounds, "_quantile", wrong)
+    patch.setattr(Questions, "quantile", wrong)
 
 
 def _run_not_charged(patch):
-    right = learned.LearnedRounds._ask
+    right = Questions.ask
 
-    def wrong(self, what, mu, draw, like, **costs):
-        return draw() if what == "directions" else right(self, what, mu, draw, like, **costs)
+    def wrong(self, what, draw, like, **costs):
+        return draw() if what == "directions" else right(self, what, draw, like, **costs)
 
-    patch.setattr(learned.LearnedRounds, "_ask", wrong)
+    patch.setattr(Questions, "ask", wrong)
 
 
-def _half_width_of_the_choice(patch):
-    right = learned.LearnedRounds._chosen
+def _quarter_of_the_width_of_the_choice(patch):
+    right = Questions.choice
 
-    def wrong(self, bench, rule, mean, guess):
-        twice = SimpleNamespace(length_mu=curves.bounded_range_mu(2 * curves.bounded_range_within(rule.length_mu)))
-        return right(self, bench, twice, mean, guess)
+    def wrong(self, what, logits, epsilon):
+        return right(self, what, 4 * logits - 3 * learned._RELUCTANCE, epsilon)
 
-    patch.setattr(learned.LearnedRounds, "_chosen", wrong)
+    patch.setattr(Questions, "choice", wrong)
 
 
 @dataclass(frozen=True)
@@ -1254,7 +1258,12 @@ DEFECTS += (
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
     Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
     Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),
-    Defect("a choice over half of its width", _half_width_of_the_choice, the_choice_has_its_range),
+    Defect(
+        "a choice over a quarter of its width", _quarter_of_the_width_of_the_choice, audit_of_a_direction_and_a_choice
+    ),
+    Defect("half of the symmetric noise, by the joint law", _half_symmetric, audit_of_a_metric_and_a_scale),
+    Defect("a scale read off the data", _bound_off_the_data, audit_of_a_metric_and_a_scale),
+    Defect("half of the noise of directions", _less_noise, directions_have_their_noise),
 )
 CHECKS = tuple({defect.check.__name__: defect.check for defect in DEFECTS}.values())
 

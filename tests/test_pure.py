@@ -10,14 +10,13 @@ from small_problem import Stream, Untouchable, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, pure, questions
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, pure
 from opacus_expm.accounting.events import Query
 from opacus_expm.books import Books
 from opacus_expm.gathering import looks
 from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.mechanism import quantiles
 from opacus_expm.mechanism.calibration import ROUNDING_MARGIN
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
 from opacus_expm.noise import Noise
@@ -316,8 +315,12 @@ def test_the_noise_of_a_direction_is_what_its_cost_says(monkeypatch):
 def test_choices_have_their_ranges(name, monkeypatch):
     """By enumeration of what can be chosen: the changes of all log probabilities lie in an interval of length ε₁."""
     logits = {"length": [], "bound": []}
-    monkeypatch.setattr(questions, "chosen", lambda found, _: logits["length"].append(found) or 0)
-    monkeypatch.setattr(quantiles, "chosen", lambda found, _: logits["bound"].append(found) or 0)
+
+    def choose(self, found):
+        logits["bound" if len(found) == len(GRID) else "length"].append(found)
+        return 0
+
+    monkeypatch.setattr(Noise, "choose", choose)
     for data in _neighbours(name):
         parts = Parts(*data)
         direction = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)

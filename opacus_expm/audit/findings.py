@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ class Finding:
     @property
     def ratio(self) -> float:
         """The ε that was found over the ε that is claimed."""
+        if self.claimed == 0:
+            return 1.0 if self.found == 0 else math.inf
         return self.found / self.claimed
 
     @property

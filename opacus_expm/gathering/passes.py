@@ -91,6 +91,13 @@ class Workbench:
         self.pieces = loaders.Pieces(measurement.max_physical_batch_size) if pieces is None else pieces
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
+        self._criterion: Criterion | None = None
+
+    def within(self, subspace: Subspace) -> Workbench:
+        """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
+        found = Workbench(self._module, replace(self.measurement, subspace=subspace), self.pieces)
+        found._criterion = self.prepared[1]
+        return found
 
     def move(self, coordinates: Tensor) -> None:
         """Let the following passes be made at θ* + Aξ: the working copy's weights move, and nothing is checked again."""
@@ -255,7 +262,7 @@ class Workbench:
             return
         views = self.measurement.views
         example = take(inputs, slice(0, 1))
-        loss = make_criterion(self.measurement.criterion, targets)
+        loss = make_criterion(self.measurement.criterion, targets) if self._criterion is None else self._criterion
         if views is not None:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)

@@ -39,8 +39,13 @@ def private_quantile(
         uniforms: source of randomness.
         base: b at every point of the grid, public; None for 0.
     """
-    logits = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
-    return float(GRID[chosen(logits if base is None else logits + base, uniforms)])
+    return float(GRID[chosen(quantile_logits(counts, quantile, epsilon, adjacency, base), uniforms)])
+
+
+def quantile_logits(counts: Array, quantile: float, epsilon: float, adjacency: str, base: Array | None = None) -> Array:
+    """ε₁·u(j)/w + b(j) at every point of the grid, of which ``private_quantile`` is a choice; private."""
+    logits: Array = epsilon * quantile_scores(counts, quantile) / score_width(quantile, adjacency)
+    return logits if base is None else logits + base
 
 
 def grid_counts(norms: Array) -> Array:
