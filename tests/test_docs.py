@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_expm
 from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,29 @@ def test_every_module_has_its_row_and_no_other():
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"([\w-]+\.md)$", text_of(ROOT / "docs" / "mkdocs.yml"), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.md"))
+
+
+def tables(text, *columns):
+    """The rows of every table that has these columns, as dictionaries."""
+    rows = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        if set(columns) <= set(cells[0]):
+            rows += [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+    return rows
+
+
+def test_the_one_page_has_the_figures_of_the_results():
+    shown = ("task", "ours, untuned", "DP-SGD, tuned for free", "DP-SGD, untuned")
+    short, full = (tables(text_of(FOLDER / f"{name}.md"), *shown) for name in ("research", "results"))
+    assert len(short) == 4
+    assert short == [{name: row[name] for name in shown} for row in full if row["ε"] == "1"][: len(short)]
+
+
+def test_the_version_is_one():
+    cited = re.search(r"^version: (.*)$", text_of(ROOT / "CITATION.cff"), re.MULTILINE)[1]
+    project = re.search(r'^version = "(.*)"$', text_of(ROOT / "pyproject.toml"), re.MULTILINE)[1]
+    assert cited == project == opacus_expm.__version__
 
 
 def test_the_readme_is_short():
