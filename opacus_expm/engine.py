@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, checkpoints, choosing, subspaces, swap
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
@@ -22,17 +22,17 @@ from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module
 from opacus_expm.gathering.ranks import Ranks, described
-from opacus_expm.gathering.rows import GradSampling
+from opacus_expm.gathering.rows import GradSampleMode, GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
 from opacus_expm.learned import LearnedRounds
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.mechanism.sensitivity import ADJACENCIES
+from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
 from opacus_expm.public import public_metric, taught
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
-from opacus_expm.subspaces import Preconditioned, Subspace
+from opacus_expm.subspaces import Preconditioned, Subspace, SubspaceName
 
 
 class ExpMQuadEngine(NotCopied):
@@ -76,7 +76,7 @@ class ExpMQuadEngine(NotCopied):
         budget: tuple[float, float] | None = None,
         ledger_path: str | os.PathLike[str] | None = None,
         distributed: bool | None = None,
-        adjacency: str = "add_remove",
+        adjacency: Adjacency = "add_remove",
         noise_generator: torch.Generator | np.random.Generator | None = None,
     ):
         if distributed is not None and not isinstance(distributed, bool):
@@ -92,6 +92,10 @@ class ExpMQuadEngine(NotCopied):
         self.noise = Noise(noise_generator, bool(secure_mode))
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
         self._distributed = distributed
+
+    def __repr__(self) -> str:
+        secure = ", secure_mode=True" if self.secure_mode else ""
+        return f"ExpMQuadEngine(adjacency={self.adjacency!r}{secure}, accountant={self.accountant!r})"
 
     @property
     def secure_mode(self) -> bool:
@@ -117,10 +121,10 @@ class ExpMQuadEngine(NotCopied):
         max_curvature: float | None = None,
         regularization: float | None = None,
         public_loader: DataLoader[Any] | None = None,
-        projection: str | Subspace = "sparse",
+        projection: SubspaceName | Subspace = "sparse",
         nominal_size: int | None = None,
         views: Views | None = None,
-        grad_sample_mode: str | GradSampling | None = None,
+        grad_sample_mode: GradSampleMode | GradSampling | None = None,
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
     ) -> nn.Module:
@@ -338,10 +342,10 @@ class ExpMQuadEngine(NotCopied):
         max_curvature: float | None = None,
         public_loader: DataLoader[Any] | None = None,
         epsilon: float | None = None,
-        projection: str | Subspace = "sparse",
+        projection: SubspaceName | Subspace = "sparse",
         nominal_size: int | None = None,
         views: Views | None = None,
-        grad_sample_mode: str | GradSampling | None = None,
+        grad_sample_mode: GradSampleMode | GradSampling | None = None,
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
         private_checkpoint: str | os.PathLike[str] | None = None,
@@ -483,10 +487,8 @@ class ExpMQuadEngine(NotCopied):
         if not callable(evaluate):
             raise TypeError(f"evaluate must be a function from a module to a number, got {evaluate!r}")
         calibrated = budget.calibrate(statistics, allowances(epsilon, delta)[0], self.books())
-        warnings.warn(
+        warn(
             "simulate() draws models that are NOT releases: nothing is charged and the results are not private",
-            UserWarning,
-            stacklevel=2,
         )
         density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))
         coordinates = Exact().sample(density, self.noise.source(), draws)
@@ -638,10 +640,29 @@ def make_private_expm(
     criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
     public_loader: DataLoader[Any] | None = None,
 ) -> nn.Module:
-    """``ExpMQuadEngine().make_private_expm(...)``, for a single release; arguments, result and guarantee are the method's.
+    """Fine-tune ``model`` privately on ``loader``, for a single release: ``ExpMQuadEngine().make_private_expm(...)``.
 
     The ledger of the engine behind it ends with the call. Use an engine where more than one release is made from the same
     data, and for further options.
+
+    Args:
+        model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
+        loader: private data as (input, target) batches, every record once.
+        epsilon: ε > 0.
+        radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds metric, step and length
+            by itself, and needs δ > 0; ``proj_dim`` and ``public_loader`` are left out then.
+        proj_dim: dimension k of the random subspace; None works in the full parameter space.
+        delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
+        criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
+        public_loader: public data on which clipping bounds are measured; without it they are bought for a part of ε.
+
+    Returns:
+        A plain module of ``model``'s own class.
+
+    Raises:
+        TypeError, ValueError: bad input; nothing was released.
+
+    **Privacy:** the result is (ε, δ)-DP under adding or removing one record. What earlier calls cost is not counted.
     """
     return ExpMQuadEngine().make_private_expm(
         model, loader, epsilon, radius, proj_dim, delta=delta, criterion=criterion, public_loader=public_loader

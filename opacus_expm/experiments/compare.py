@@ -47,6 +47,7 @@ from opacus_expm.experiments.methods import (
     METHODS,
     QUICK_GRIDS,
     Grid,
+    Method,
     Settings,
     budgets_of,
     checked_grids,
@@ -69,7 +70,7 @@ def compare(
     test: DataLoader[Any] | Dataset[Any] | None = None,
     delta: float = 1e-5,
     seeds: int | Sequence[int] = 5,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[Method] | None = None,
     draws: int = 1,
     trials: int = 2,
     validation: float = 0.2,
@@ -173,8 +174,10 @@ def _task(model: object, data: Mapping[str, Any]) -> Task:
         raise ValueError(f"model needs its data: pass {', '.join(f'{name}=' for name in data if data[name] is None)}")
     held = {name: in_memory(name, one) for name, one in data.items()}
     classes = not held["private"].tensors[1].is_floating_point()
-    criterion, metric = (nn.CrossEntropyLoss(), "accuracy") if classes else (nn.MSELoss(), "loss")
-    return Task(model, held["public"], held["private"], held["test"], criterion, metric=metric)
+    criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
+    return Task(
+        model, held["public"], held["private"], held["test"], criterion, metric="accuracy" if classes else "loss"
+    )
 
 
 def _trials(candidates: Mapping[str, list[Settings]], budgets: Sequence[float], trials: int) -> list[Cell]:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Task:
     test: TensorDataset
     criterion: nn.Module
     name: str = ""
-    metric: str = "loss"
+    metric: Literal["accuracy", "loss"] = "loss"
 
     def __post_init__(self) -> None:
         for name in ("public", "private", "test"):
