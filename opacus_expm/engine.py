@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
-from opacus_expm.gathering.model import check_module
+from opacus_expm.gathering.model import check_module, standard
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.rows import GradSampleMode, GradSampling
 from opacus_expm.gathering.statistics import Statistics
@@ -40,7 +40,7 @@ class ExpMQuadEngine(NotCopied):
 
     Args:
         accountant: a ledger to go on with (for example that of an Opacus ``PrivacyEngine(accountant="expm")`` that
-            trained on the same data); a new one by default.
+            trained on the same data); ``"expm"``, as with Opacus, for a new one.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
             (see ``opacus_expm.mechanism.secure``).
         budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
@@ -71,7 +71,7 @@ class ExpMQuadEngine(NotCopied):
     def __init__(
         self,
         *,
-        accountant: ExpMAccountant | None = None,
+        accountant: ExpMAccountant | Literal["expm"] = "expm",
         secure_mode: bool = False,
         budget: tuple[float, float] | None = None,
         ledger_path: str | os.PathLike[str] | None = None,
@@ -81,16 +81,18 @@ class ExpMQuadEngine(NotCopied):
     ):
         if distributed is not None and not isinstance(distributed, bool):
             raise TypeError(f"distributed must be True, False or None, got {distributed!r}")
-        if accountant is not None and not isinstance(accountant, ExpMAccountant):
+        given = accountant if isinstance(accountant, ExpMAccountant) else None
+        if given is None and accountant != "expm":
             raise TypeError(
-                f"accountant must be an ExpMAccountant, got {type(accountant).__name__}; to share a ledger with "
-                "Opacus, create its engine with PrivacyEngine(accountant='expm') and pass privacy_engine.accountant"
+                f"accountant must be 'expm' or an ExpMAccountant, got {accountant!r}, which counts no releases of this "
+                "engine; to share a ledger with Opacus, create its engine with PrivacyEngine(accountant='expm') and pass "
+                "privacy_engine.accountant"
             )
-        if accountant is not None and (budget is not None or ledger_path is not None):
+        if given is not None and (budget is not None or ledger_path is not None):
             raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
         self.adjacency = _check.one_of("adjacency", adjacency, ADJACENCIES)
         self.noise = Noise(noise_generator, bool(secure_mode))
-        self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
+        self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if given is None else given
         self._distributed = distributed
 
     def __repr__(self) -> str:
@@ -131,7 +133,8 @@ class ExpMQuadEngine(NotCopied):
         """Fine-tune ``model`` privately on ``loader``: one pass, one draw, one charge (or one of each a round).
 
         Args:
-            model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
+            model: pretrained module; parameters with ``requires_grad`` may move. It is not modified. Of Opacus's
+                ``GradSampleModule``, the module inside is taken.
             loader: private data as (input, target) batches, every record once (see ``gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
@@ -174,6 +177,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
+            model = standard(model)
             measurement = Measurement(
                 subspaces.named(projection),
                 proj_dim,
@@ -329,7 +333,7 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             TypeError, ValueError: the module cannot be used; with the reason and the way out.
         """
-        return check_module(module)
+        return check_module(standard(module))
 
     def gather(
         self,
@@ -365,7 +369,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
-            subspace = subspaces.named(projection)
+            model, subspace = standard(model), subspaces.named(projection)
             measurement = Measurement(
                 subspace,
                 proj_dim,
@@ -525,6 +529,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
+            model = standard(model)
             _check.positive("damping_share", damping_share)
             _check.fraction("quantile", quantile)
             subspace = Preconditioned() if projection is None else projection
@@ -581,7 +586,7 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             TypeError, ValueError: with the reason and the way out.
         """
-        check_module(module)
+        check_module(standard(module))
         if data_loader is not None:
             loaders.check_loader(data_loader, "data_loader")
 

@@ -359,16 +359,24 @@ class ExpMAccountant(NotCopied, IAccountant):
                 running.keep_up(self.releases, self.history)
 
     @overload
-    def get_epsilon(self, delta: float = ..., *, return_method: Literal[False] = ...) -> float: ...
+    def get_epsilon(
+        self, delta: float = ..., alphas: object = ..., *, return_method: Literal[False] = ...
+    ) -> float: ...
 
     @overload
-    def get_epsilon(self, delta: float = ..., *, return_method: Literal[True]) -> tuple[float, str]: ...
+    def get_epsilon(
+        self, delta: float = ..., alphas: object = ..., *, return_method: Literal[True]
+    ) -> tuple[float, str]: ...
 
-    def get_epsilon(self, delta: float = 0.0, *, return_method: bool = False) -> float | tuple[float, str]:
+    def get_epsilon(
+        self, delta: float = 0.0, alphas: object = None, *, return_method: bool = False
+    ) -> float | tuple[float, str]:
         """ε spent so far at the given δ, by the least of the valid bounds (see ``composition``).
 
         Args:
             delta: δ in [0, 1); 0 for the pure guarantee, infinite if there were DP-SGD steps.
+            alphas: Rényi orders, as Opacus's ``"rdp"`` accountant takes them. They play no part: orders are chosen here, and
+                the Rényi total is one of several.
             return_method: also give the name of the bound.
 
         Raises:

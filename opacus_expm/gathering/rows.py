@@ -10,7 +10,7 @@ from torch import nn
 from opacus_expm import _check
 from opacus_expm._warnings import warn
 from opacus_expm.gathering.clipping import RowSource
-from opacus_expm.gathering.functional import functional_for
+from opacus_expm.gathering.functional import check_forward, functional_for
 from opacus_expm.gathering.hooks import HooksCannotServe, hooks_for
 from opacus_expm.gathering.independence import State
 from opacus_expm.gathering.model import draws_at_random
@@ -59,6 +59,7 @@ class GradSampling:
                 raise HooksCannotServe("the model draws random numbers, and every record needs numbers of its own")
             return hooks_for(module, layout, projection, example, restore=state.restore)
         except HooksCannotServe as reason:
+            check_forward(module, example)
             if self.mode == "hooks":
                 raise ValueError(
                     f"grad_sample_mode='hooks' cannot serve this model: {reason}; use 'functorch'"
