@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,21 +40,21 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from opacus_expm import _check
-from opacus_expm.accounting.admission import Admission
+from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.composition import gaussian_total, least_noise
-from opacus_expm.accounting.events import PlannedEvent, Query
+from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.factors import edge
 from opacus_expm.gathering.measurement import Measurement
-from opacus_expm.gathering.passes import Workbench
+from opacus_expm.gathering.passes import Pass, Workbench
 from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
-from opacus_expm.mechanism.choices import chosen, symmetric_noise
-from opacus_expm.mechanism.density import Array
-from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
+from opacus_expm.mechanism.choices import symmetric_noise
+from opacus_expm.mechanism.quantiles import GRID
+from opacus_expm.questions import Questions
 from opacus_expm.subspaces.metric import Block, Metric
 from opacus_expm.subspaces.sparse import Sparse
 
@@ -212,63 +211,73 @@ class LearnedRounds:
         # Bars of single passes would tell how many records a sample has.
         self._measurement = replace(measurement, subspace=Sparse(seed=0), proj_dim=None, progress=False)
         self._shows = measurement.shows_progress
-        self._loader, self._books = loader, books
-        self._epsilon, self._delta = epsilon, delta
-        self._size = measurement.size_of(loader)
-        self._numbers: dict[str, int] = {}
-        self._admission: Admission | None = None
+        self._loader = loader
+        self._questions = Questions(books, epsilon, delta, measurement.size_of(loader))
 
     def run(self, model: nn.Module) -> nn.Module:
         """The released model.
 
         **Privacy:** (ε, δ)-DP; charged before each of its parts is drawn.
         """
-        bench = Workbench(model, self._measurement)
-        if self._books.accountant.budget is not None:  # refuse before any data is touched
-            self._books.accountant.admit([self._likely(bench).charges()], self._epsilon, self._delta)
+        try:
+            walk = self.begin(model)
+            random = self._questions.books.noise.source()
+            hidden = None if self._shows is None else not self._shows
+            for _ in tqdm(range(walk.rule.steps), desc="rounds", unit="step", disable=hidden, leave=False):
+                walk.step(sampled(self._loader, walk.rule.sample_rate, random))
+            return walk.module()
+        finally:
+            self._questions.end()
+
+    def begin(self, model: nn.Module) -> Walk:
+        """Metric, bounds, and the charge for all directions: the walk stands at the start.
+
+        **Privacy:** what it asks of the records is charged before it is drawn.
+        """
+        asked, bench = self._questions, Workbench(model, self._measurement)
+        if asked.books.accountant.budget is not None:  # refuse before any data is touched
+            asked.admit(self._likely(bench).charges())
+            asked.end()
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
-        rule = Rule(self._epsilon, self._delta, self._size, len(blocks), guess is not None)
-        self._admission = self._books.accountant.admit([rule.charges()], self._epsilon, self._delta)
+        rule = Rule(asked.epsilon, asked.delta, asked.size, len(blocks), guess is not None)
+        asked.admit(rule.charges())
         _warn_if_faint(rule, bench.layout.size)
-        try:
-            if blocks:
-                metric = self._metric(bench, rule, blocks)
-                bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
-            bound = _BOUND_FACTOR * self._quantile(
-                "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
-            )
-            if guess is None:
-                start = torch.zeros(bench.map.dim, dtype=torch.float64)
-                values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
-                guess = 2 * self._quantile("loss", values.numpy(), 0.75, rule.loss_mu)
-            return bench.module_at(self._walk(bench, rule, bound, guess))
-        finally:
-            self._admission.end()
+        if blocks:
+            metric = self._metric(bench, rule, blocks)
+            bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
+        bound = _BOUND_FACTOR * asked.quantile(
+            "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
+        )
+        if guess is None:
+            start = torch.zeros(bench.map.dim, dtype=torch.float64)
+            values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
+            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, rule.loss_mu)
+        return Walk(bench, self._loader, asked, rule, bound, guess)
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
-        asked = self._measurement
-        layers = 0 if asked.grad_sampling.mode == "functorch" else len(bench.blocks())
-        loss = None if asked.criterion is None else make_criterion(asked.criterion, torch.zeros(0))
-        return Rule(self._epsilon, self._delta, self._size, layers, loss is not None and loss.guessing(2) is not None)
+        asked, measurement = self._questions, self._measurement
+        layers = 0 if measurement.grad_sampling.mode == "functorch" else len(bench.blocks())
+        loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
+        return Rule(asked.epsilon, asked.delta, asked.size, layers, loss is not None and loss.guessing(2) is not None)
 
     def _metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale."""
-        sums = looks.factors(bench, self._loader, self._books.noise.source())
-        n = self._size
+        asked, n = self._questions, self._questions.size
+        sums = looks.factors(bench, self._loader, asked.books.noise.source())
         totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
         deviation = 1 / rule.factor_mu
 
         def noisy() -> Tensor:
-            random = self._books.noise.source()
+            random = asked.books.noise.source()
             parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in totals]
             return torch.cat([part.flatten() for part in parts])
 
         like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
-        released = self._ask("metric", rule.metric_mu, noisy, like)
-        scales = [self._quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
+        released = asked.ask("metric", noisy, like, mu=rule.metric_mu)
+        scales = [asked.quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
         scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
         parts = [
             p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
@@ -277,45 +286,78 @@ class LearnedRounds:
         found = tuple((roots[2 * i] / scale**0.25, roots[2 * i + 1] / scale**0.25) for i, scale in enumerate(scales))
         return Metric(blocks, found)
 
-    def _walk(self, bench: Workbench, rule: Rule, bound: float, guess: float) -> Tensor:
-        """Directions and lengths; the mean of the last places, or what is chosen instead."""
-        random = self._books.noise.source()
-        place = torch.zeros(bench.map.dim, dtype=torch.float64)
-        marked, total, count = place.clone(), place.clone(), 0
-        rate = rule.rate
-        self._ask(
-            "directions", math.inf, lambda: place, place, run=(rule.noise_multiplier, rule.sample_rate, rule.steps)
-        )
-        hidden = None if self._shows is None else not self._shows
-        for step in tqdm(range(1, rule.steps + 1), desc="rounds", unit="step", disable=hidden, leave=False):
-            bench.move(place)
-            place = place - rate * self._direction(bench, rule, bound, random)
-            if step in rule.marks:
-                longest = _FIRST_LONGEST if step == rule.marks[0] else _LONGEST
-                factor = self._length(bench, rule, place, place - marked, longest)
-                place = marked + factor * (place - marked)
-                rate, marked = rate * factor, place
-            if step > rule.steps * (1 - _AVERAGED):
-                total, count = total + place, count + 1
-        return self._chosen(bench, rule, total / count, guess)
 
-    def _direction(self, bench: Workbench, rule: Rule, bound: float, random: np.random.Generator) -> Tensor:
-        """The clipped sum over a Poisson sample with noise, per record; a part of the run that was charged."""
-        total = torch.zeros(bench.map.dim, dtype=torch.float64)
-        part = sampled(self._loader, rule.sample_rate, random)
-        if part is not None:
-            sample, limits = part, ClippingBounds(bound * _MARGIN, 0.0)
+class Walk(PrivateValues):
+    """Directions and lengths: where the rounds are, and the mean of the last places.
 
-            def once() -> Tensor:
-                one = bench.open(limits, self._size, self._books.ranks, bench.pieces.padded(sample))
-                one.add_pieces(bench.begin(sample, "loader"))
-                return one.sums().gradient.cpu()
+    Args:
+        bench: the model in its metric.
+        loader: the private data.
+        asked: the questions of the plan.
+        rule: how many steps, how long, and what each part may cost.
+        bound: C.
+        guess: B, the loss by which gains are clipped.
 
-            total = bench.in_memory(once, sample, "loader")
-        noise = torch.from_numpy(random.standard_normal(len(total)))
-        return (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._size)
+    **Privacy:** the whole run of directions is charged at once, before the first of them.
+    """
 
-    def _length(self, bench: Workbench, rule: Rule, place: Tensor, moved: Tensor, longest: float) -> float:
+    def __init__(
+        self,
+        bench: Workbench,
+        loader: DataLoader[Any],
+        asked: Questions,
+        rule: Rule,
+        bound: float,
+        guess: float,
+    ):
+        self.rule = rule
+        self._bench, self._loader, self._asked = bench, loader, asked
+        self._limits, self._guess = ClippingBounds(bound, 0.0), guess
+        self._place = torch.zeros(bench.map.dim, dtype=torch.float64)
+        self._marked, self._total, self._count = self._place, self._place, 0
+        self._rate, self._steps = rule.rate, 0
+        self._random = asked.books.noise.source()
+        plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
+        asked.ask("directions", lambda: self._place, self._place, run=plan)
+
+    def step(self, sample: DataLoader[Any] | None) -> None:
+        """Move by the direction that a Poisson sample shows; None is one without records."""
+        if sample is None:
+            self.advance(torch.zeros_like(self._place))
+            return
+        given, bench = sample, self._bench
+
+        def once() -> Tensor:
+            one = self.open(bench.pieces.padded(given))
+            one.add_pieces(bench.begin(given, "loader"))
+            return one.sums().gradient.cpu()
+
+        self.advance(bench.in_memory(once, given, "loader"))
+
+    def open(self, pad_to: int | None) -> Pass:
+        """A pass over a Poisson sample at the present place, to which its records are to be added."""
+        self._bench.move(self._place)
+        limits = replace(self._limits, max_grad_norm=self._limits.max_grad_norm * _MARGIN)
+        return self._bench.open(limits, self._asked.size, self._asked.books.ranks, pad_to)
+
+    def advance(self, total: Tensor) -> None:
+        """Move by a sample's clipped sum with noise; a part of the run that was charged."""
+        if self._steps == self.rule.steps:
+            raise RuntimeError(f"all {self._steps} directions that were charged are drawn")
+        rule, bound = self.rule, self._limits.max_grad_norm
+        noise = torch.from_numpy(self._random.standard_normal(len(total)))
+        direction = (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._asked.size)
+        self._steps += 1
+        self._place = self._place - self._rate * direction
+        if self._steps in rule.marks:
+            moved = self._place - self._marked
+            factor = self._length(moved, _FIRST_LONGEST if self._steps == rule.marks[0] else _LONGEST)
+            self._place = self._marked = self._marked + factor * moved
+            self._rate *= factor
+        if self._steps > rule.steps * (1 - _AVERAGED):
+            self._total, self._count = self._total + self._place, self._count + 1
+
+    def _length(self, moved: Tensor, longest: float) -> float:
         """By what factor the last displacement is corrected: Newton's length along it, from a noisy pair.
 
         With g′ and H′ the sums along the displacement's direction, both with noise, the move is −g′/H′; g′ is shrunk by its
@@ -324,79 +366,35 @@ class LearnedRounds:
         reach = float(moved.norm())
         if reach == 0:
             return 1.0
-        pairs = looks.span_quadratics(bench, self._loader, place, (moved / reach)[:, None])
-        part = rule.length_mu / 2
+        pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
+        asked, part = self._asked, self.rule.length_mu / 2
         numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
         limits = [
-            _LENGTH_FACTOR * self._quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
+            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
         ]
         clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
         deviations = torch.tensor(limits, dtype=torch.float64) / part
 
         def noisy() -> Tensor:
-            return clipped + deviations * torch.from_numpy(self._books.noise.source().standard_normal(2))
+            return clipped + deviations * torch.from_numpy(asked.books.noise.source().standard_normal(2))
 
-        g, h = self._ask("length", rule.length_mu / math.sqrt(2), noisy, torch.zeros(2, dtype=torch.float64)).tolist()
+        like = torch.zeros(2, dtype=torch.float64)
+        g, h = asked.ask("length", noisy, like, mu=self.rule.length_mu / math.sqrt(2)).tolist()
         g *= max(0.0, 1 - (float(deviations[0]) / g) ** 2) if g else 0.0
         along = -g / max(h, float(deviations[1])) / reach
         return float(min(longest, max(_SHORTEST, 1 + along)))
 
-    def _chosen(self, bench: Workbench, rule: Rule, mean: Tensor, guess: float) -> Tensor:
-        """The start, half of the way, or all of it, by the clipped gain in the records' losses.
+    def module(self) -> nn.Module:
+        """The model at the mean of the last places, half of it or the start, by the clipped gain in the records' losses.
 
         A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
         """
-        places = [share * mean for share in _CHOICES]
-        values = looks.losses(bench, self._loader, places)
+        places = [share * self._total / self._count for share in _CHOICES]
+        values, guess = looks.losses(self._bench, self._loader, places), self._guess
         gains = (values[:, :1] - values).nan_to_num(-guess, guess, -guess).clamp(-guess, guess).sum(0).numpy()
-        epsilon = curves.bounded_range_within(rule.length_mu)
-        logits = epsilon * gains / (2 * guess) + _RELUCTANCE
-        uniforms = self._books.noise.uniforms()
-        number = self._ask(
-            "choice",
-            math.inf,
-            lambda: torch.tensor([chosen(logits, uniforms)]),
-            torch.zeros(1, dtype=torch.long),
-            epsilon_range=epsilon,
-        )
-        return places[int(number)]
-
-    def _quantile(self, what: str, norms: Array, quantile: float, mu: float, base: Array | None = None) -> float:
-        """A private quantile, over the intervals of the grid."""
-        counts, uniforms = grid_counts(norms), self._books.noise.uniforms()
-        epsilon = curves.bounded_range_within(mu)
-
-        def draw() -> Tensor:
-            found = private_quantile(counts, quantile, epsilon, self._books.adjacency, uniforms, base)
-            return torch.tensor([found], dtype=torch.float64)
-
-        return float(self._ask(what, math.inf, draw, torch.zeros(1, dtype=torch.float64), epsilon_range=epsilon))
-
-    def _ask(
-        self,
-        what: str,
-        mu: float,
-        draw: Callable[[], Tensor],
-        like: Tensor,
-        *,
-        epsilon_range: float = math.inf,
-        run: tuple[float, float, int] | None = None,
-    ) -> Tensor:
-        """Charge, then draw."""
-        self._numbers[what] = self._numbers.get(what, 0) + 1
-        event = Query(
-            what,
-            self._epsilon,
-            self._delta,
-            self._size,
-            epsilon_range,
-            mu,
-            run,
-            self._numbers[what],
-            self._books.adjacency,
-            self._books.noise.origin,
-        )
-        return self._books.drawn(event, self._admission, draw, like)
+        epsilon = curves.bounded_range_within(self.rule.length_mu)
+        number = self._asked.choice("choice", epsilon * gains / (2 * guess) + _RELUCTANCE, epsilon)
+        return self._bench.module_at(places[number])
 
 
 # Public weights of a bound: in the metric, norms are of the order of one.

@@ -12,7 +12,7 @@ from small_problem import Squared, Stream, Untouchable, flat, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import BudgetExceeded, ExpMQuadEngine, audit, learned
+from opacus_expm import BudgetExceeded, ExpMQuadEngine, audit, learned, questions
 from opacus_expm.accounting.composition import exact_total, gaussian_total, least_noise
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
@@ -20,10 +20,11 @@ from opacus_expm.gathering import looks
 from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.learned import LearnedRounds, Rule
+from opacus_expm.learned import LearnedRounds, Rule, Walk
 from opacus_expm.mechanism import curves, quantiles
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
 from opacus_expm.noise import Noise
+from opacus_expm.questions import Questions
 from opacus_expm.subspaces.sparse import Sparse
 
 EPSILON, DELTA, RECORDS = 1.0, 1e-5, 200
@@ -192,7 +193,7 @@ def test_nothing_else_is_charged_in_between(monkeypatch):
 
 
 def test_a_step_that_fails_leaves_what_was_charged(monkeypatch):
-    engine, right, calls = ExpMQuadEngine(budget=(EPSILON, DELTA)), LearnedRounds._direction, []
+    engine, right, calls = ExpMQuadEngine(budget=(EPSILON, DELTA)), Walk.step, []
 
     def failing(self, *arguments):
         calls.append([q.what for q in engine.accountant.releases])
@@ -200,7 +201,7 @@ def test_a_step_that_fails_leaves_what_was_charged(monkeypatch):
             raise KeyboardInterrupt
         return right(self, *arguments)
 
-    monkeypatch.setattr(LearnedRounds, "_direction", failing)
+    monkeypatch.setattr(Walk, "step", failing)
     model = _line()
     before = copy.deepcopy(model)
     with pytest.raises(KeyboardInterrupt):
@@ -315,14 +316,23 @@ class Parts:
         looks.prepare(self.bench, self.loader)
         self.rule = Rule(EPSILON, DELTA, 10, 2, bounded=False)
         self.asked = {}
-        right = self.rounds._ask
+        self.questions = self.rounds._questions
+        right = self.questions.ask
 
-        def spy(what, mu, draw, like, **costs):
-            answer = right(what, mu, draw, like, **costs)
-            self.asked.setdefault(what, []).append((mu, answer))
+        def spy(what, draw, like, **costs):
+            answer = right(what, draw, like, **costs)
+            self.asked.setdefault(what, []).append((costs.get("mu"), answer))
             return answer
 
-        self.rounds._ask = spy
+        self.questions.ask = spy
+
+    def walk(self, place=None, *, rule=None, bound=1.0, guess=0.1):
+        """A walk that has come to a place."""
+        walk = Walk(self.bench, self.loader, self.questions, self.rule if rule is None else rule, bound, guess)
+        if place is not None:
+            walk._place = walk._total = place
+            walk._count = 1
+        return walk
 
 
 ODD = {
@@ -344,7 +354,7 @@ def _neighbours(name):
 
 @pytest.mark.parametrize("name", ODD)
 def test_the_metric_is_shifted_by_at_most_mu(name, monkeypatch):
-    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: 1.0)
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
     shifts = []
     for data in _neighbours(name):
         parts = Parts(*data)
@@ -366,11 +376,11 @@ class LoudNoise(SilentNoise):
 
 def _answers(what, ask, monkeypatch):
     """What a part answers without noise, and with every normal number 1; everything else is the same."""
-    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: 1.0)
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
     found = []
     for noise in (SilentNoise(), LoudNoise()):
         parts = Parts(*_tensors(6))
-        object.__setattr__(parts.rounds._books, "noise", noise)
+        object.__setattr__(parts.questions.books, "noise", noise)
         factors = looks.factors
         with monkeypatch.context() as patch:
             patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
@@ -396,7 +406,7 @@ def test_a_length_has_the_noise_that_its_cost_says(monkeypatch):
 
     def ask(parts):
         place = torch.full((parts.bench.map.dim,), 0.01, dtype=torch.float64)
-        parts.rounds._length(parts.bench, parts.rule, place, place, 2.0)
+        parts.walk(place)._length(place, 2.0)
 
     rule, mu, noise = _answers("length", ask, monkeypatch)
     assert noise.tolist() == pytest.approx([2.0 / (rule.length_mu / 2)] * 2)
@@ -408,35 +418,39 @@ def test_a_direction_is_shifted_by_at_most_its_bound(name):
     bound, sums = 0.05, []
     for data in _neighbours(name):
         parts = Parts(*data)
-        scale = parts.rule.sample_rate * 10
-        one = [parts.rounds._direction(parts.bench, _full(parts.rule), bound, Silent(level)) for level in (0.0, 1.0)]
-        assert (one[1] - one[0]).numpy() * 10 == pytest.approx(bound * _full(parts.rule).noise_multiplier)
+        one = []
+        for level in (0.0, 1.0):
+            walk = parts.walk(rule=Full(parts.rule), bound=bound)
+            walk._random = Silent(level)
+            walk.step(parts.loader)
+            one.append(-walk._place / walk.rule.rate)
+        assert (one[1] - one[0]).numpy() * 10 == pytest.approx(bound * parts.rule.noise_multiplier)
         sums.append(one[0] * 10)
-        assert scale > 0
     moved = float((sums[1] - sums[0]).norm())
     assert moved <= bound
     assert name != "far" or moved > 0.99 * bound
 
 
-def _full(rule):
-    """The rule of a step in which every record takes part."""
+class Full:
+    """The rule of steps in which every record takes part, and which are not measured."""
 
-    class Full:
-        sample_rate = 1.0
-        noise_multiplier = rule.noise_multiplier
+    sample_rate = 1.0
+    rate = 0.5
+    marks = ()
 
-    return Full()
+    def __init__(self, rule):
+        self.noise_multiplier, self.steps = rule.noise_multiplier, rule.steps
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_a_length_is_shifted_by_at_most_mu(name, monkeypatch):
     limits = itertools.cycle([0.3, 0.2])
-    monkeypatch.setattr(LearnedRounds, "_quantile", lambda *_: next(limits))
+    monkeypatch.setattr(Questions, "quantile", lambda *_: next(limits))
     pairs = []
     for data in _neighbours(name):
         parts = Parts(*data)
         moved = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
-        parts.rounds._length(parts.bench, parts.rule, moved / 10, moved, 2.0)
+        parts.walk(moved / 10)._length(moved, 2.0)
         ((mu, answer),) = parts.asked["length"]
         pairs.append(answer)
     deviations = torch.tensor([0.6, 0.4], dtype=torch.float64) / (parts.rule.length_mu / 2)
@@ -450,14 +464,14 @@ def test_a_length_is_shifted_by_at_most_mu(name, monkeypatch):
 def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
     """By enumeration of what can be chosen: the changes of all log probabilities lie in an interval of length ε_range."""
     logits = {"choice": [], "quantile": []}
-    monkeypatch.setattr(learned, "chosen", lambda found, _: logits["choice"].append(found) or 0)
+    monkeypatch.setattr(questions, "chosen", lambda found, _: logits["choice"].append(found) or 0)
     monkeypatch.setattr(quantiles, "chosen", lambda found, _: logits["quantile"].append(found) or 0)
     for data in _neighbours(name):
         parts = Parts(*data)
         mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
-        parts.rounds._chosen(parts.bench, parts.rule, mean, 0.1)
+        parts.walk(mean).module()
         norms = looks.gradient_norms(parts.bench, parts.loader)
-        parts.rounds._quantile("bound", norms, 0.75, parts.rule.bound_mu, learned._UNITS)
+        parts.questions.quantile("bound", norms, 0.75, parts.rule.bound_mu, learned._UNITS)
     for kind, mu in (("choice", parts.rule.length_mu), ("quantile", parts.rule.bound_mu)):
         one, other = logits[kind]
         law = [v - np.logaddexp.reduce(v) for v in (one, other)]

@@ -1,0 +1,103 @@
+"""What rounds ask of the records, one answer at a time: admitted together in advance, each charged before it is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.events import PlannedEvent, Query
+from opacus_expm.books import Books
+from opacus_expm.mechanism import curves
+from opacus_expm.mechanism.choices import chosen
+from opacus_expm.mechanism.density import Array
+from opacus_expm.mechanism.quantiles import grid_counts, private_quantile
+
+
+@dataclass(eq=False)
+class Questions:
+    """The questions of one plan.
+
+    Attributes:
+        books: that charges are written into.
+        epsilon: ε of all of them together.
+        delta: δ of all of them together.
+        size: N, the public number of records.
+    """
+
+    books: Books
+    epsilon: float
+    delta: float
+    size: int
+    _asked: Counter[str] = field(default_factory=Counter, init=False, repr=False)
+    _admission: Admission | None = field(default=None, init=False, repr=False)
+
+    def admit(self, charges: Sequence[PlannedEvent]) -> None:
+        """Reserve what is going to be charged, in its order.
+
+        Raises:
+            BudgetExceeded: it does not fit; nothing was charged.
+        """
+        self._admission = self.books.accountant.admit([list(charges)], self.epsilon, self.delta)
+
+    def end(self) -> None:
+        """Release what is still reserved: nothing more is going to be asked."""
+        if self._admission is not None:
+            self._admission.end()
+
+    def ask(
+        self,
+        what: str,
+        draw: Callable[[], Tensor],
+        like: Tensor,
+        *,
+        mu: float = math.inf,
+        epsilon_range: float = math.inf,
+        run: tuple[float, float, int] | None = None,
+    ) -> Tensor:
+        """Charge, then draw.
+
+        Args:
+            what: is asked, for the ledger.
+            draw: what is released; a function that has the privacy that is charged.
+            like: a tensor of the same shape and type.
+            mu: Gaussian price.
+            epsilon_range: price as a bounded range.
+            run: noise multiplier, sample rate and steps of a run of sums over Poisson samples.
+        """
+        self._asked[what] += 1
+        event = Query(
+            what,
+            self.epsilon,
+            self.delta,
+            self.size,
+            epsilon_range,
+            mu,
+            run,
+            self._asked[what],
+            self.books.adjacency,
+            self.books.noise.origin,
+        )
+        return self.books.drawn(event, self._admission, draw, like)
+
+    def quantile(self, what: str, norms: Array, quantile: float, mu: float, base: Array | None = None) -> float:
+        """A private quantile, over the intervals of the grid; it costs as much as μ."""
+        counts, uniforms = grid_counts(norms), self.books.noise.uniforms()
+        epsilon = curves.bounded_range_within(mu)
+
+        def draw() -> Tensor:
+            found = private_quantile(counts, quantile, epsilon, self.books.adjacency, uniforms, base)
+            return torch.tensor([found], dtype=torch.float64)
+
+        return float(self.ask(what, draw, torch.zeros(1, dtype=torch.float64), epsilon_range=epsilon))
+
+    def choice(self, what: str, logits: Array, epsilon: float) -> int:
+        """The number of one candidate, by the exponential mechanism; one record moves the logits by a range of at most ε."""
+        uniforms = self.books.noise.uniforms()
+        like = torch.zeros(1, dtype=torch.long)
+        return int(self.ask(what, lambda: torch.tensor([chosen(logits, uniforms)]), like, epsilon_range=epsilon))
