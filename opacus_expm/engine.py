@@ -94,6 +94,8 @@ class ExpMQuadEngine(NotCopied):
         self.noise = Noise(noise_generator, bool(secure_mode))
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if given is None else given
         self._distributed = distributed
+        self._given: set[str] = set()  # digests of the weights that this engine gave out
+        self._paid = 0  # charges for them
 
     def __repr__(self) -> str:
         secure = ", secure_mode=True" if self.secure_mode else ""
@@ -198,11 +200,12 @@ class ExpMQuadEngine(NotCopied):
                     rounds=None if rounds == 1 else rounds,
                     projection=None if projection == "sparse" else projection,
                 )
-                return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
+                learned = LearnedRounds(loader, measurement, epsilon, delta, books)
+                return self._giving(lambda: learned.run(check_module(model)))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
             books.same(lambda: plan.facts(check_module(model), loader))
-            return Rounds(plan, loader, books).run(check_module(model))
+            return self._giving(lambda: Rounds(plan, loader, books).run(check_module(model)))
 
     def make_private_with_epsilon(
         self,
@@ -427,7 +430,7 @@ class ExpMQuadEngine(NotCopied):
             budget = Budget(epsilon, delta, (radius,), regularization)
             books.same(lambda: {**budget.facts(), **_facts(statistics)})
             books.check()
-            return release(statistics, budget, allowances(epsilon, delta)[0], books)
+            return self._giving(lambda: release(statistics, budget, allowances(epsilon, delta)[0], books))
 
     def choose(
         self,
@@ -460,15 +463,25 @@ class ExpMQuadEngine(NotCopied):
         **Privacy:** the choice is ε-DP (``opacus_expm.choosing``) and in the ledger. What the candidates themselves cost is
         not covered: it was charged when they were made, or it was not.
         """
-        return choosing.choose(
-            candidates,
-            loader,
-            epsilon,
-            self.books(),
-            criterion=criterion,
-            max_loss=max_loss,
-            nominal_size=nominal_size,
+        return self._giving(
+            lambda: choosing.choose(
+                candidates,
+                loader,
+                epsilon,
+                self.books(),
+                criterion=criterion,
+                max_loss=max_loss,
+                nominal_size=nominal_size,
+            )
         )
+
+    def _giving(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives, remembered as this engine's, with what it cost."""
+        before = len(self.accountant)
+        module = make()
+        self._paid += len(self.accountant) - before
+        self._given.add(checkpoints.weights_digest(module))
+        return module
 
     def simulate(
         self,
@@ -551,13 +564,20 @@ class ExpMQuadEngine(NotCopied):
     ) -> None:
         """Save a released module's weights and the ledger, as ``opacus.PrivacyEngine`` does; never statistics.
 
-        The file is there as a whole or not at all: an interruption leaves an earlier one as it was.
+        The file is there as a whole or not at all: an interruption leaves an earlier one as it was. A warning says so where
+        the module cannot be what the ledger was charged for: all charges are for others that this engine gave out. (Of a
+        module that was trained in a loop, or by Opacus with the same ledger, the engine does not know the weights.)
 
         Args:
             path: file to write.
             module: a private module.
             checkpoint_dict: further entries of the user's own.
         """
+        if self._paid == len(self.accountant) and checkpoints.weights_digest(module) not in self._given:
+            warn(
+                "module does not have the weights of a release of this engine, so that the ledger beside it does not say "
+                "what they cost: save what make_private_expm() gave, unless you changed it since without private data"
+            )
         checkpoints.save(path, module, self.accountant, checkpoint_dict)
 
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
@@ -572,7 +592,9 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
-        return checkpoints.load(path, module, self.accountant)
+        entries = checkpoints.load(path, module, self.accountant)
+        self._given.add(checkpoints.weights_digest(module))
+        return entries
 
     def validate(
         self,
