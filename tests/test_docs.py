@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -153,6 +154,24 @@ def test_every_module_has_its_row_and_no_other():
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"([\w-]+\.md)$", text_of(ROOT / "docs" / "mkdocs.yml"), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.md"))
+
+
+def test_every_sharp_edge_has_its_severity_and_who_is_responsible():
+    text = text_of(FOLDER / "sharp-edges.md")
+    edges, severity = {}, ""
+    for line, following in itertools.pairwise(line for line in text.splitlines() if line):
+        if line.startswith("## "):
+            severity = line[3:].partition(":")[0].lower()
+        if line.startswith("### "):
+            who = re.match(r"\*(.+?)\.\*", following)[1]
+            edges[line[4:]] = (severity, who[0].lower() + who[1:])
+    listed = {
+        name: (row["severity"], row["responsible"])
+        for row in tables(text, "severity", "responsible")
+        for name in re.findall(r"\[(.*?)\]", row["what"])
+    }
+    assert listed == edges
+    assert {severity for severity, _ in edges.values()} == {"severe", "serious", "mild"}
 
 
 def tables(text, *columns):
