@@ -120,7 +120,7 @@ def _charge_text(facts: dict[str, Any]) -> str:
     kept = f"{facts['adjacency']}{given}"
     if "bound" in facts:
         return f"purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({kept})"
-    costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
+    costs = {"epsilon": facts.get("pure"), "range": facts["epsilon_range"], "mu": facts["mu"]}
     told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
     if facts.get("kind") == "query":
         if facts["run"] is not None:

@@ -31,6 +31,7 @@ from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
 from opacus_expm.public import public_metric, taught
+from opacus_expm.pure import PureRounds
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
 from opacus_expm.subspaces import Preconditioned, Subspace, SubspaceName
 
@@ -140,11 +141,12 @@ class ExpMQuadEngine(NotCopied):
             loader: private data as (input, target) batches, every record once (see ``gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
-                read off the private data. None, the default, finds metric, step and length by itself
-                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``,
-                ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play a part.
+                read off the private data. None, the default, finds step and length by itself: with δ > 0 in a metric that it
+                learns (``opacus_expm.learned``), with δ = 0 along pure draws (``opacus_expm.pure``). Of the arguments below
+                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play
+                a part then.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
-            delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
+            delta: δ in [0, 1); 0 gives pure ε-DP.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
             rounds: T: each round starts from the last one's release, with statistics gathered there, on a fresh subspace.
                 The budget is split in advance: ε/T each, or of an (ε, δ) budget μ/√T each.
@@ -200,6 +202,9 @@ class ExpMQuadEngine(NotCopied):
                     rounds=None if rounds == 1 else rounds,
                     projection=None if projection == "sparse" else projection,
                 )
+                if _check.fraction("delta", delta) == 0:
+                    pure = PureRounds(loader, measurement, epsilon, books)
+                    return self._giving(lambda: pure.run(check_module(model)))
                 learned = LearnedRounds(loader, measurement, epsilon, delta, books)
                 return self._giving(lambda: learned.run(check_module(model)))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
@@ -676,10 +681,10 @@ def make_private_expm(
         model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
         loader: private data as (input, target) batches, every record once.
         epsilon: ε > 0.
-        radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds metric, step and length
-            by itself, and needs δ > 0; ``proj_dim`` and ``public_loader`` are left out then.
+        radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds step and length by
+            itself; ``proj_dim`` and ``public_loader`` are left out then.
         proj_dim: dimension k of the random subspace; None works in the full parameter space.
-        delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
+        delta: δ in [0, 1); 0 gives pure ε-DP.
         criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
         public_loader: public data on which clipping bounds are measured; without it they are bought for a part of ε.
 

@@ -12,8 +12,8 @@ The model moves in the span of directions that were released before, where a few
    far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
    dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
    it corrects the place, and η with it.
-5. **Choice.** The mean of the last places, half of it, or the start: the exponential mechanism chooses by the clipped gain
-   in the records' losses.
+5. **Choice.** The mean of the last places, or the start: the exponential mechanism chooses by the clipped gain in the
+   records' losses.
 
 How many steps there are and what each part may cost is a public formula (``Rule``), the same for every task.
 
@@ -58,17 +58,17 @@ from opacus_expm.questions import Questions
 from opacus_expm.subspaces.metric import Block, Metric
 from opacus_expm.subspaces.sparse import Sparse
 
-_PASSES = 10.0  # over the data, of the directions together
+_PASSES = 10.0  # over the data, of everything together
 _MOST_STEPS = 100
-_MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is measured
+_MARKS = (0.05, 0.15, 0.4)  # of the steps, after which a length is measured
 _AVERAGED = 0.4  # of the steps, at the end
 _METRIC_SHARE = 0.08  # of μ²
 _DAMPING = 0.6  # of the edge of the noise's spectrum
 _BOUND_FACTOR = 0.5
 _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
-_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be corrected by
-_CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
-_RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
+_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
+_CHOICES = (0.0, 1.0)  # of the mean of the last places
+_RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
 _LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
@@ -99,7 +99,7 @@ class Rule:
     @property
     def times(self) -> int:
         """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
-        return max(5, min(20, round(self.records * self.mu / 30)))
+        return max(5, min(14, round(self.records * self.mu / 30)))
 
     @property
     def steps(self) -> int:
@@ -107,14 +107,28 @@ class Rule:
         return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
 
     @property
+    def looking(self) -> float:
+        """Passes over the data beside the directions, where a forward one counts a third and a backward one two.
+
+        One for the metric and one for C; two thirds for each length, a forward pass with a tangent, and for the choice
+        between two places; a third for a bound of the losses.
+        """
+        return (self.layers > 0) + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
+
+    @property
     def sample_rate(self) -> float:
-        """q: the directions together take no more than ten passes over the data."""
-        return min(1.0, _PASSES / self.steps)
+        """q: everything together takes no more than ten passes over the data."""
+        return min(1.0, (_PASSES - self.looking) / self.steps)
+
+    @property
+    def passes(self) -> float:
+        """How often the records are gone through, on average."""
+        return self.looking + self.steps * self.sample_rate
 
     @property
     def rate(self) -> float:
-        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several."""
-        return 2.0 if self.layers <= 1 else self.times / (4 * self.steps)
+        """η of the first steps: for one layer 2, beyond which a quadratic loss swings, and less in much noise; or short."""
+        return min(2.0, 0.3 * self.times) if self.layers <= 1 else self.times / (4 * self.steps)
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -203,8 +217,8 @@ class LearnedRounds:
         _check.positive("epsilon", epsilon)
         if _check.fraction("delta", delta) == 0:
             raise ValueError(
-                "delta must be greater than 0 where no radius is given: learned rounds are (epsilon, delta)-DP; pass "
-                "delta=1e-5, or for a pure guarantee radius= and proj_dim="
+                "delta must be greater than 0 for learned rounds, which are (epsilon, delta)-DP; pass delta=1e-5, or call "
+                "make_private_expm, which has pure rounds for delta=0"
             )
         check_learnable(loader, measurement, books)
         books.check()
@@ -248,12 +262,16 @@ class LearnedRounds:
             metric = self._metric(bench, rule, blocks)
             bench = Workbench(model, replace(self._measurement, subspace=metric), bench.pieces)
         bound = _BOUND_FACTOR * asked.quantile(
-            "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
+            "bound",
+            looks.gradient_norms(bench, self._loader),
+            rule.bound_quantile,
+            curves.bounded_range_within(rule.bound_mu),
+            _UNITS,
         )
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)
             values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
-            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, rule.loss_mu)
+            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
         return Walk(bench, self._loader, asked, rule, bound, guess)
 
     def _likely(self, bench: Workbench) -> Rule:
@@ -277,7 +295,8 @@ class LearnedRounds:
 
         like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
         released = asked.ask("metric", noisy, like, mu=rule.metric_mu)
-        scales = [asked.quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
+        price = curves.bounded_range_within(rule.scale_mu)
+        scales = [asked.quantile("scale", h.numpy(), 0.5, price) for h in sums.traces.unbind(1)]
         scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
         parts = [
             p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
@@ -369,8 +388,9 @@ class Walk(PrivateValues):
         pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
         asked, part = self._asked, self.rule.length_mu / 2
         numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
+        price = curves.bounded_range_within(part)
         limits = [
-            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
+            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, price) for v in numbers
         ]
         clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
         deviations = torch.tensor(limits, dtype=torch.float64) / part
@@ -385,7 +405,7 @@ class Walk(PrivateValues):
         return float(min(longest, max(_SHORTEST, 1 + along)))
 
     def module(self) -> nn.Module:
-        """The model at the mean of the last places, half of it or the start, by the clipped gain in the records' losses.
+        """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
         A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
         """
@@ -417,7 +437,9 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
     if measurement.views is not None:
         raise ValueError(f"views have no part in learned rounds yet; {way_out}")
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
-        raise ValueError(f"learned rounds take samples, and loader has an iterable data set; {way_out}")
+        raise ValueError(
+            f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"
+        )
 
 
 def _warn_if_faint(rule: Rule, parameters: int) -> None:

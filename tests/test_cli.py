@@ -274,6 +274,7 @@ def _queries(path):
     asked = {"epsilon": 1.0, "delta": 1e-5, "nominal_size": 100}
     accountant.record(Query("metric", **asked, mu=0.1))
     accountant.record(Query("directions", **asked, run=(4.0, 0.1, 20)))
+    accountant.record(Query("direction", **asked, epsilon_range=0.02, pure=0.01))
     return accountant
 
 
@@ -284,7 +285,8 @@ def test_epsilon_tells_queries(tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[1].endswith("  query: metric 1 (mu 0.1, add_remove)")
     assert out[2].endswith("  query: directions 1 (noise 4 at sample rate 0.1, 20 steps, add_remove)")
-    assert out[3].startswith(f"total: epsilon = {accountant.get_epsilon(1e-5):.6g} at delta = 1e-05")
+    assert out[3].endswith("  query: direction 1 (epsilon 0.01, range 0.02, add_remove)")
+    assert out[4].startswith(f"total: epsilon = {accountant.get_epsilon(1e-5):.6g} at delta = 1e-05")
 
 
 def test_epsilon_draws_what_was_spent(tmp_path, capsys):
@@ -306,7 +308,7 @@ def test_epsilon_draws_what_was_spent(tmp_path, capsys):
     expected = [*(one.get_epsilon(1e-5) for one in totals), accountant.get_epsilon(1e-5)]
     assert list(line.get_ydata()) == pytest.approx(expected, rel=1e-9)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "query: 2",
+        "query: 3",
         "DP-SGD: 1",
         "budget: ε = 2, δ = 1e-05",
     ]
