@@ -180,6 +180,7 @@ def functional_for(
     return alone
 
 
+@torch.no_grad()
 def check_forward(module: nn.Module, example: Any) -> None:
     """Raise where the model fails on two synthetic records by itself, so that differentiating it is not to blame.
 
