@@ -2,6 +2,6 @@
 
 import sys
 
-from opacus_expm.cli import main
+from opacus_expm_command import main
 
 sys.exit(main())

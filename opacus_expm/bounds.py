@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import Purchase
 from opacus_expm.books import Books
@@ -160,9 +160,7 @@ def _warn_if_unreliable(epsilon: float, nominal_size: int, quantile: float) -> N
     """Say that a purchase for this ε₁ may miss its quantile."""
     needed = reliable_epsilon(nominal_size, quantile)
     if epsilon < needed:
-        warnings.warn(
+        warn(
             f"a private bound for epsilon={epsilon:.2g} on {nominal_size} records may come out far from its quantile "
             f"(reliable from {needed:.2g}): pass max_grad_norm= and max_curvature=, or public_loader=",
-            UserWarning,
-            stacklevel=3,
         )

@@ -7,10 +7,11 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opacus_expm import _files
 from opacus_expm.accounting.accountant import ExpMAccountant
+from opacus_expm.gathering.model import tensor_digest
 
 
 def save(
@@ -47,6 +48,12 @@ def load(path: str | os.PathLike[str], module: nn.Module, accountant: ExpMAccoun
         # torch fails in many ways on weights that are none
         raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
     return content
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A digest of what a checkpoint keeps of a module."""
+    _check_module(module)
+    return tensor_digest(*(entry for entry in module.state_dict().values() if isinstance(entry, Tensor)))
 
 
 def _check_module(module: object) -> None:

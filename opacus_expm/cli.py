@@ -1,4 +1,4 @@
-"""The command line: ``opacus-expm compare``, ``audit`` and ``epsilon``; each loads what it needs and no more."""
+"""What the command line does: ``opacus-expm compare``, ``audit`` and ``epsilon``; each loads what it needs and no more."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.events import NotGuaranteed
 from opacus_expm.accounting.ledger import LedgerFile
+from opacus_expm_command import main
 
 if TYPE_CHECKING:
     from opacus_expm.experiments.results import Comparison
+
+__all__ = ["audited", "compared", "main", "run", "spent"]
 
 
 def compared(
@@ -99,27 +102,13 @@ def _spent_text(found: dict[str, Any]) -> str:
     """The same for people."""
     lines, steps = [], 0
     for number, event in enumerate(found["events"]):
-        facts = event.get("release")
         if "budget" in event:
             late = f", declared after {number} charges" if number else ""
             lines.append("{time}  budget: epsilon {budget[epsilon]:g}, delta {budget[delta]:g}".format(**event) + late)
-            continue
-        if facts is None:
+        elif "release" in event:
+            lines.append(f"{event['time']}  {_charge_text(event['release'])}")
+        else:
             steps += 1
-            continue
-        given = ", noise from a given generator" if facts.get("noise") == "given" else ""
-        if "bound" in facts:
-            lines.append(
-                f"{event['time']}  purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} "
-                f"({facts['adjacency']}{given})"
-            )
-            continue
-        costs = {"range": facts["epsilon_range"], "mu": facts["mu"]}
-        told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
-        lines.append(
-            f"{event['time']}  release: epsilon {facts['epsilon']:g}, delta {facts['delta']:g} ({facts['calibration']}, "
-            f"{told}, {facts['adjacency']}{given})"
-        )
     if steps:
         lines.append(f"{steps} DP-SGD steps")
     epsilon = "no finite epsilon" if found["epsilon"] is None else f"epsilon = {found['epsilon']:.6g}"
@@ -129,60 +118,46 @@ def _spent_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script."""
-    parser = argparse.ArgumentParser(prog="opacus-expm", description="One-shot private fine-tuning.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    side = commands.add_parser("compare", help="zero-shot, non-private, Opacus DP-SGD and ExpM-Quad side by side")
-    side.add_argument("task", choices=("sine", "mnist", "icu"), help="sine is synthetic; the others need data")
-    side.add_argument("--epsilon", type=float, nargs="+", help="budgets (default: 0.1 0.3 1 3 10; quick: 0.1 1 10)")
-    side.add_argument(
-        "--delta", type=float, default=1e-5, help="of DP-SGD and of ExpM-Quad (ε, δ) (default: %(default)s)"
-    )
-    side.add_argument("--draws", type=int, default=1, help="above 1: simulated draws a seed instead of one release")
-    side.add_argument("--seeds", type=int, help="runs of each method (default: 5; quick: 3)")
-    side.add_argument("--trials", type=int, default=2, help="runs of each candidate in tuning (default: %(default)s)")
-    side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
-    side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
-    side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
-    check = commands.add_parser(
-        "audit", help="what the mechanism reveals, found on synthetic data, beside what it claims"
-    )
-    check.add_argument("--epsilon", type=float, default=1.0, help="budget (default: %(default)s)")
-    check.add_argument("--delta", type=float, default=1e-5, help="of 'gaussian' and DP-SGD (default: %(default)s)")
-    check.add_argument(
-        "--releases", type=int, default=1000, help="whole releases of each engine (default: %(default)s)"
-    )
-    check.add_argument("--draws", type=int, default=80_000, help="draws from one pass (default: %(default)s)")
-    check.add_argument("--seed", type=int, help="of the black boxes' noise (default: fresh)")
-    cost = commands.add_parser("epsilon", help="what a ledger file holds and what it cost in total")
-    cost.add_argument("ledger", type=Path, help="file given to an engine as ledger_path")
-    cost.add_argument(
-        "--delta", type=float, default=0.0, help="delta of the statement (default: 0, the pure guarantee)"
-    )
-    cost.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    try:
-        if options.command == "compare":
-            out = options.out or Path(f"comparison-{options.task}")
-            result = compared(
-                options.task,
-                options.epsilon,
-                options.delta,
-                options.draws,
-                options.seeds,
-                options.trials,
-                out,
-                options.quick,
-                options.data_dir,
-            )
-            print(result.table())
-            print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
-        elif options.command == "audit":
-            return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
-        else:
-            found = spent(options.ledger, options.delta)
-            print(json.dumps(found, indent=1) if options.json else _spent_text(found))
-    except (FileNotFoundError, TypeError, ValueError) as error:
-        parser.error(str(error))
+def _charge_text(facts: dict[str, Any]) -> str:
+    """One charge that is no DP-SGD step of a training loop, in words."""
+    given = ", noise from a given generator" if facts.get("noise") == "given" else ""
+    kept = f"{facts['adjacency']}{given}"
+    if "bound" in facts:
+        return f"purchase: {facts['bound']}, epsilon {facts['epsilon_range']:.4g} ({kept})"
+    costs = {"epsilon": facts.get("pure"), "range": facts["epsilon_range"], "mu": facts["mu"]}
+    told = ", ".join(f"{name} {cost:.4g}" for name, cost in costs.items() if cost is not None)
+    if facts.get("kind") == "query":
+        if facts["run"] is not None:
+            told = "noise {:.4g} at sample rate {:.4g}, {} steps".format(*facts["run"])
+        return f"query: {facts['what']} {facts['number']} ({told}, {kept})"
+    asked = f"epsilon {facts['epsilon']:g}, delta {facts['delta']:g}"
+    return f"release: {asked} ({facts['calibration']}, {told}, {kept})"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options of the console script ask for; 0 if all is well."""
+    if options.command == "compare":
+        out = options.out or Path(f"comparison-{options.task}")
+        result = compared(
+            options.task,
+            options.epsilon,
+            options.delta,
+            options.draws,
+            options.seeds,
+            options.trials,
+            out,
+            options.quick,
+            options.data_dir,
+        )
+        print(result.table())
+        print(f"\nwritten to {out}: " + ", ".join(sorted(p.name for p in out.iterdir())))
+        return 0
+    if options.command == "audit":
+        return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
+    found = spent(options.ledger, options.delta)
+    if options.plot:
+        from opacus_expm.experiments import spending
+
+        spending.plot(options.ledger, options.delta, options.ledger.with_name(f"{options.ledger.name}.png"))
+    print(json.dumps(found, indent=1) if options.json else _spent_text(found))
     return 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -15,25 +14,26 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check, checkpoints, choosing, subspaces, swap
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
 from opacus_expm.bounds import QUANTILES, Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
-from opacus_expm.gathering.model import check_module
+from opacus_expm.gathering.model import check_module, standard
 from opacus_expm.gathering.ranks import Ranks, described
-from opacus_expm.gathering.rows import GradSampling
+from opacus_expm.gathering.rows import GradSampleMode, GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
 from opacus_expm.learned import LearnedRounds
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.mechanism.sensitivity import ADJACENCIES
+from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
 from opacus_expm.public import public_metric, taught
 from opacus_expm.pure import PureRounds
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
-from opacus_expm.subspaces import Preconditioned, Subspace
+from opacus_expm.subspaces import Preconditioned, Subspace, SubspaceName
 
 
 class ExpMQuadEngine(NotCopied):
@@ -41,7 +41,7 @@ class ExpMQuadEngine(NotCopied):
 
     Args:
         accountant: a ledger to go on with (for example that of an Opacus ``PrivacyEngine(accountant="expm")`` that
-            trained on the same data); a new one by default.
+            trained on the same data); ``"expm"``, as with Opacus, for a new one.
         secure_mode: draw with the operating system's cryptographic noise and work that does not depend on the data
             (see ``opacus_expm.mechanism.secure``).
         budget: (ε, δ) that may not be exceeded: a release that would is refused before any data is touched. It belongs to
@@ -72,27 +72,35 @@ class ExpMQuadEngine(NotCopied):
     def __init__(
         self,
         *,
-        accountant: ExpMAccountant | None = None,
+        accountant: ExpMAccountant | Literal["expm"] = "expm",
         secure_mode: bool = False,
         budget: tuple[float, float] | None = None,
         ledger_path: str | os.PathLike[str] | None = None,
         distributed: bool | None = None,
-        adjacency: str = "add_remove",
+        adjacency: Adjacency = "add_remove",
         noise_generator: torch.Generator | np.random.Generator | None = None,
     ):
         if distributed is not None and not isinstance(distributed, bool):
             raise TypeError(f"distributed must be True, False or None, got {distributed!r}")
-        if accountant is not None and not isinstance(accountant, ExpMAccountant):
+        given = accountant if isinstance(accountant, ExpMAccountant) else None
+        if given is None and accountant != "expm":
             raise TypeError(
-                f"accountant must be an ExpMAccountant, got {type(accountant).__name__}; to share a ledger with "
-                "Opacus, create its engine with PrivacyEngine(accountant='expm') and pass privacy_engine.accountant"
+                f"accountant must be 'expm' or an ExpMAccountant, got {accountant!r}, which counts no releases of this "
+                "engine; to share a ledger with Opacus, create its engine with PrivacyEngine(accountant='expm') and pass "
+                "privacy_engine.accountant"
             )
-        if accountant is not None and (budget is not None or ledger_path is not None):
+        if given is not None and (budget is not None or ledger_path is not None):
             raise ValueError("accountant is given: pass budget and ledger_path to ExpMAccountant(...) instead")
         self.adjacency = _check.one_of("adjacency", adjacency, ADJACENCIES)
         self.noise = Noise(noise_generator, bool(secure_mode))
-        self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if accountant is None else accountant
+        self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if given is None else given
         self._distributed = distributed
+        self._given: set[str] = set()  # digests of the weights that this engine gave out
+        self._paid = 0  # charges for them
+
+    def __repr__(self) -> str:
+        secure = ", secure_mode=True" if self.secure_mode else ""
+        return f"ExpMQuadEngine(adjacency={self.adjacency!r}{secure}, accountant={self.accountant!r})"
 
     @property
     def secure_mode(self) -> bool:
@@ -118,17 +126,18 @@ class ExpMQuadEngine(NotCopied):
         max_curvature: float | None = None,
         regularization: float | None = None,
         public_loader: DataLoader[Any] | None = None,
-        projection: str | Subspace = "sparse",
+        projection: SubspaceName | Subspace = "sparse",
         nominal_size: int | None = None,
         views: Views | None = None,
-        grad_sample_mode: str | GradSampling | None = None,
+        grad_sample_mode: GradSampleMode | GradSampling | None = None,
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
     ) -> nn.Module:
         """Fine-tune ``model`` privately on ``loader``: one pass, one draw, one charge (or one of each a round).
 
         Args:
-            model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
+            model: pretrained module; parameters with ``requires_grad`` may move. It is not modified. Of Opacus's
+                ``GradSampleModule``, the module inside is taken.
             loader: private data as (input, target) batches, every record once (see ``gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
@@ -172,6 +181,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
+            model = standard(model)
             measurement = Measurement(
                 subspaces.named(projection),
                 proj_dim,
@@ -193,12 +203,14 @@ class ExpMQuadEngine(NotCopied):
                     projection=None if projection == "sparse" else projection,
                 )
                 if _check.fraction("delta", delta) == 0:
-                    return PureRounds(loader, measurement, epsilon, books).run(check_module(model))
-                return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
+                    pure = PureRounds(loader, measurement, epsilon, books)
+                    return self._giving(lambda: pure.run(check_module(model)))
+                learned = LearnedRounds(loader, measurement, epsilon, delta, books)
+                return self._giving(lambda: learned.run(check_module(model)))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
             books.same(lambda: plan.facts(check_module(model), loader))
-            return Rounds(plan, loader, books).run(check_module(model))
+            return self._giving(lambda: Rounds(plan, loader, books).run(check_module(model)))
 
     def make_private_with_epsilon(
         self,
@@ -329,7 +341,7 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             TypeError, ValueError: the module cannot be used; with the reason and the way out.
         """
-        return check_module(module)
+        return check_module(standard(module))
 
     def gather(
         self,
@@ -342,10 +354,10 @@ class ExpMQuadEngine(NotCopied):
         max_curvature: float | None = None,
         public_loader: DataLoader[Any] | None = None,
         epsilon: float | None = None,
-        projection: str | Subspace = "sparse",
+        projection: SubspaceName | Subspace = "sparse",
         nominal_size: int | None = None,
         views: Views | None = None,
-        grad_sample_mode: str | GradSampling | None = None,
+        grad_sample_mode: GradSampleMode | GradSampling | None = None,
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
         private_checkpoint: str | os.PathLike[str] | None = None,
@@ -365,7 +377,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
-            subspace = subspaces.named(projection)
+            model, subspace = standard(model), subspaces.named(projection)
             measurement = Measurement(
                 subspace,
                 proj_dim,
@@ -423,7 +435,7 @@ class ExpMQuadEngine(NotCopied):
             budget = Budget(epsilon, delta, (radius,), regularization)
             books.same(lambda: {**budget.facts(), **_facts(statistics)})
             books.check()
-            return release(statistics, budget, allowances(epsilon, delta)[0], books)
+            return self._giving(lambda: release(statistics, budget, allowances(epsilon, delta)[0], books))
 
     def choose(
         self,
@@ -456,15 +468,25 @@ class ExpMQuadEngine(NotCopied):
         **Privacy:** the choice is ε-DP (``opacus_expm.choosing``) and in the ledger. What the candidates themselves cost is
         not covered: it was charged when they were made, or it was not.
         """
-        return choosing.choose(
-            candidates,
-            loader,
-            epsilon,
-            self.books(),
-            criterion=criterion,
-            max_loss=max_loss,
-            nominal_size=nominal_size,
+        return self._giving(
+            lambda: choosing.choose(
+                candidates,
+                loader,
+                epsilon,
+                self.books(),
+                criterion=criterion,
+                max_loss=max_loss,
+                nominal_size=nominal_size,
+            )
         )
+
+    def _giving(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives, remembered as this engine's, with what it cost."""
+        before = len(self.accountant)
+        module = make()
+        self._paid += len(self.accountant) - before
+        self._given.add(checkpoints.weights_digest(module))
+        return module
 
     def simulate(
         self,
@@ -487,10 +509,8 @@ class ExpMQuadEngine(NotCopied):
         if not callable(evaluate):
             raise TypeError(f"evaluate must be a function from a module to a number, got {evaluate!r}")
         calibrated = budget.calibrate(statistics, allowances(epsilon, delta)[0], self.books())
-        warnings.warn(
+        warn(
             "simulate() draws models that are NOT releases: nothing is charged and the results are not private",
-            UserWarning,
-            stacklevel=2,
         )
         density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))
         coordinates = Exact().sample(density, self.noise.source(), draws)
@@ -527,6 +547,7 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
+            model = standard(model)
             _check.positive("damping_share", damping_share)
             _check.fraction("quantile", quantile)
             subspace = Preconditioned() if projection is None else projection
@@ -548,13 +569,20 @@ class ExpMQuadEngine(NotCopied):
     ) -> None:
         """Save a released module's weights and the ledger, as ``opacus.PrivacyEngine`` does; never statistics.
 
-        The file is there as a whole or not at all: an interruption leaves an earlier one as it was.
+        The file is there as a whole or not at all: an interruption leaves an earlier one as it was. A warning says so where
+        the module cannot be what the ledger was charged for: all charges are for others that this engine gave out. (Of a
+        module that was trained in a loop, or by Opacus with the same ledger, the engine does not know the weights.)
 
         Args:
             path: file to write.
             module: a private module.
             checkpoint_dict: further entries of the user's own.
         """
+        if self._paid == len(self.accountant) and checkpoints.weights_digest(module) not in self._given:
+            warn(
+                "module does not have the weights of a release of this engine, so that the ledger beside it does not say "
+                "what they cost: save what make_private_expm() gave, unless you changed it since without private data"
+            )
         checkpoints.save(path, module, self.accountant, checkpoint_dict)
 
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
@@ -569,7 +597,9 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
-        return checkpoints.load(path, module, self.accountant)
+        entries = checkpoints.load(path, module, self.accountant)
+        self._given.add(checkpoints.weights_digest(module))
+        return entries
 
     def validate(
         self,
@@ -583,7 +613,7 @@ class ExpMQuadEngine(NotCopied):
         Raises:
             TypeError, ValueError: with the reason and the way out.
         """
-        check_module(module)
+        check_module(standard(module))
         if data_loader is not None:
             loaders.check_loader(data_loader, "data_loader")
 
@@ -642,10 +672,29 @@ def make_private_expm(
     criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
     public_loader: DataLoader[Any] | None = None,
 ) -> nn.Module:
-    """``ExpMQuadEngine().make_private_expm(...)``, for a single release; arguments, result and guarantee are the method's.
+    """Fine-tune ``model`` privately on ``loader``, for a single release: ``ExpMQuadEngine().make_private_expm(...)``.
 
     The ledger of the engine behind it ends with the call. Use an engine where more than one release is made from the same
     data, and for further options.
+
+    Args:
+        model: pretrained module; parameters with ``requires_grad`` may move. It is not modified.
+        loader: private data as (input, target) batches, every record once.
+        epsilon: ε > 0.
+        radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds step and length by
+            itself; ``proj_dim`` and ``public_loader`` are left out then.
+        proj_dim: dimension k of the random subspace; None works in the full parameter space.
+        delta: δ in [0, 1); 0 gives pure ε-DP.
+        criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
+        public_loader: public data on which clipping bounds are measured; without it they are bought for a part of ε.
+
+    Returns:
+        A plain module of ``model``'s own class.
+
+    Raises:
+        TypeError, ValueError: bad input; nothing was released.
+
+    **Privacy:** the result is (ε, δ)-DP under adding or removing one record. What earlier calls cost is not counted.
     """
     return ExpMQuadEngine().make_private_expm(
         model, loader, epsilon, radius, proj_dim, delta=delta, criterion=criterion, public_loader=public_loader

@@ -16,7 +16,6 @@ named.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opacus_expm import _check
+from opacus_expm._warnings import warn
 from opacus_expm.books import Books
 from opacus_expm.gathering.criteria import CrossEntropy, MeanSquaredError
 from opacus_expm.gathering.measurement import Measurement
@@ -221,10 +221,8 @@ class Gibbs:
 
     def sample(self, density: BallGaussian, generator: np.random.Generator, draws: int = 1) -> Array:
         """Draws ξ, one a row, chain after chain."""
-        warnings.warn(
+        warn(
             "Gibbs is only asymptotically exact: its error is not covered by epsilon; use Exact() to release",
-            UserWarning,
-            stacklevel=2,
         )
         w, b = density.unit()
         chains = min(self.chains or draws, draws)
@@ -274,11 +272,9 @@ def bounds_read_off(
 
     **Privacy:** not private: one record can move a maximum as far as it likes. A warning says so.
     """
-    warnings.warn(
+    warn(
         "bounds_read_off() reads the clipping bounds off the private data: a release with them is NOT differentially "
         "private",
-        UserWarning,
-        stacklevel=2,
     )
     bench = full_space(model, Measurement(Sparse(seed=0), None, criterion=criterion, progress=False))
 
@@ -373,7 +369,7 @@ def simulate(
 
     **Privacy:** not private, and not charged; a warning says so.
     """
-    warnings.warn("simulate() draws models that are NOT releases: the results are not private", stacklevel=2)
+    warn("simulate() draws models that are NOT releases: the results are not private")
     budget = Budget(epsilon, 0.0, (radius,), regularization)
     calibrated = calibrate(statistics.sums.sensitivity("add_remove"), epsilon, radius)
     density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))

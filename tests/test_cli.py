@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import runpy
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_expm
 from opacus_expm import Comparison, ExpMAccountant, ExpMQuadEngine, cli, paper, tasks
+from opacus_expm.accounting.events import Query
+from opacus_expm.experiments import spending
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +123,34 @@ def test_help_lists_the_options(capsys):
     assert raised.value.code == 0
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--epsilon", "--delta", "--draws", "--seeds", "--out", "--quick"))
+
+
+LOADED = """
+import json, sys
+import opacus_expm_command
+try:
+    opacus_expm_command.main(sys.argv[1:])
+except SystemExit:
+    print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("option", ["--help", "--version", "epsilon --help"])
+def test_help_and_version_load_nothing_heavy(option):
+    script = [sys.executable, "-c", LOADED, *option.split()]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
+    text, _, loaded = done.stdout.strip().rpartition("\n")
+    assert "opacus-expm" in text
+    roots = {name.partition(".")[0] for name in json.loads(loaded)}
+    assert "argparse" in roots
+    assert not roots & {"torch", "numpy", "scipy", "matplotlib", "opacus", "opacus_expm"}
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"opacus-expm {opacus_expm.__version__}\n"
 
 
 def test_package_runs_as_a_module(capsys, monkeypatch, tmp_path):
@@ -231,6 +266,64 @@ def test_epsilon_counts_dp_sgd_steps(tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[2] == "1 DP-SGD steps"
     assert out[3].startswith("total: no finite epsilon at delta = 0")
+
+
+def _queries(path):
+    """A ledger with the kinds of charges that rounds without a radius leave."""
+    accountant = ExpMAccountant(ledger_path=path, budget=(2.0, 1e-5))
+    asked = {"epsilon": 1.0, "delta": 1e-5, "nominal_size": 100}
+    accountant.record(Query("metric", **asked, mu=0.1))
+    accountant.record(Query("directions", **asked, run=(4.0, 0.1, 20)))
+    accountant.record(Query("direction", **asked, epsilon_range=0.02, pure=0.01))
+    return accountant
+
+
+def test_epsilon_tells_queries(tmp_path, capsys):
+    path = tmp_path / "ledger.jsonl"
+    accountant = _queries(path)
+    assert cli.main(["epsilon", str(path), "--delta", "1e-5"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].endswith("  query: metric 1 (mu 0.1, add_remove)")
+    assert out[2].endswith("  query: directions 1 (noise 4 at sample rate 0.1, 20 steps, add_remove)")
+    assert out[3].endswith("  query: direction 1 (epsilon 0.01, range 0.02, add_remove)")
+    assert out[4].startswith(f"total: epsilon = {accountant.get_epsilon(1e-5):.6g} at delta = 1e-05")
+
+
+def test_epsilon_draws_what_was_spent(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ledger.jsonl"
+    accountant = _queries(path)
+    totals = [ExpMAccountant()]
+    for release in accountant.releases:
+        totals.append(ExpMAccountant())
+        for event in (*totals[-2].releases, release):
+            totals[-1].record(event)
+    for _ in range(3):
+        accountant.step(noise_multiplier=2.0, sample_rate=0.1)  # one point for all three
+    assert cli.main(["epsilon", str(path), "--delta", "1e-5", "--plot"]) == 0
+    assert "total: epsilon" in capsys.readouterr().out
+    assert (tmp_path / "ledger.jsonl.png").read_bytes().startswith(b"\x89PNG")
+    axes = spending.plot(path, 1e-5, tmp_path / "again.png")
+    line, *_ = axes.get_lines()
+    expected = [*(one.get_epsilon(1e-5) for one in totals), accountant.get_epsilon(1e-5)]
+    assert list(line.get_ydata()) == pytest.approx(expected, rel=1e-9)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "query: 3",
+        "DP-SGD: 1",
+        "budget: ε = 2, δ = 1e-05",
+    ]
+    drawn = axes.get_lines()[1:]
+    assert len({(one.get_linestyle(), one.get_marker()) for one in drawn}) == 3  # told apart without colour
+
+
+@pytest.mark.parametrize(("charged", "message"), [(False, "holds no charge"), (True, "pass a larger delta")])
+def test_epsilon_says_why_it_draws_nothing(tmp_path, capsys, charged, message):
+    path = tmp_path / "ledger.jsonl"
+    _queries(path) if charged else ExpMAccountant(ledger_path=path)
+    with pytest.raises(SystemExit):
+        cli.main(["epsilon", str(path), "--plot"])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "ledger.jsonl.png").exists()
 
 
 @pytest.mark.parametrize("content", [None, "not a ledger\n"])

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_expm
 from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
 
 ROOT = Path(__file__).parents[1]
@@ -154,30 +156,127 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.md"))
 
 
+def test_every_sharp_edge_has_its_severity_and_who_is_responsible():
+    text = text_of(FOLDER / "sharp-edges.md")
+    edges, severity = {}, ""
+    for line, following in itertools.pairwise(line for line in text.splitlines() if line):
+        if line.startswith("## "):
+            severity = line[3:].partition(":")[0].lower()
+        if line.startswith("### "):
+            who = re.match(r"\*(.+?)\.\*", following)[1]
+            edges[line[4:]] = (severity, who[0].lower() + who[1:])
+    listed = {
+        name: (row["severity"], row["responsible"])
+        for row in tables(text, "severity", "responsible")
+        for name in re.findall(r"\[(.*?)\]", row["what"])
+    }
+    assert listed == edges
+    assert {severity for severity, _ in edges.values()} == {"severe", "serious", "mild"}
+
+
+def tables(text, *columns):
+    """The rows of every table that has these columns, as dictionaries."""
+    rows = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        if set(columns) <= set(cells[0]):
+            rows += [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+    return rows
+
+
+def test_the_one_page_has_the_figures_of_the_results():
+    shown = ("task", "ours, untuned", "DP-SGD, tuned for free", "DP-SGD, untuned")
+    short, full = (tables(text_of(FOLDER / f"{name}.md"), *shown) for name in ("research", "results"))
+    assert len(short) == 4
+    assert short == [{name: row[name] for name in shown} for row in full if row["ε"] == "1"][: len(short)]
+
+
+def test_the_version_is_one():
+    cited = re.search(r"^version: (.*)$", text_of(ROOT / "CITATION.cff"), re.MULTILINE)[1]
+    project = re.search(r'^version = "(.*)"$', text_of(ROOT / "pyproject.toml"), re.MULTILINE)[1]
+    assert cited == project == opacus_expm.__version__
+
+
 def test_the_readme_is_short():
     assert len(text_of(ROOT / "README.md").splitlines()) <= 200
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", FOLDER / "swap.md", FOLDER / "paper.md"], ids=lambda path: path.stem
-)
-def test_blocks_run_from_top_to_bottom(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+# --- blocks that run -------------------------------------------------------------------------------------------------
+
+SLOW = {"audit", "options", "results"}  # more than two seconds each
+WITH_BLOCKS = [path for path in PAGES if blocks(text_of(path))]
+
+
+def classes(records, features=8):
+    """Records of two classes, in batches."""
+    x = torch.randn(records, features)
+    return DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=600)
+
+
+def surroundings():
+    """What the blocks take for granted: a model, its data, and what a loop has."""
     torch.manual_seed(0)
-    x = torch.randn(2400, 8)
-    loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=600)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
-    names = {
+    model, loader = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), classes(2400)
+    return {
         "model": model,
         "loader": loader,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "criterion": nn.CrossEntropyLoss(),
         "evaluate": lambda module: float(next(module.parameters()).norm()),
     }
+
+
+@pytest.fixture
+def of_audit():
+    """Two data sets that differ in one record, and its loss."""
+    torch.manual_seed(1)
+    x, y = torch.randn(21, 8), torch.zeros(21).long()
+    whole, rest = (DataLoader(TensorDataset(x[:n], y[:n]), batch_size=21) for n in (21, 20))
+
+    def canary_loss(module):
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(module(x[20:]), y[20:]))
+
+    return {"loader": whole, "loader_without_one_record": rest, "canary_loss": canary_loss}
+
+
+@pytest.fixture
+def of_distributed(monkeypatch, tmp_path):
+    """One rank, as torchrun would start it, and what another place has sent."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    names = surroundings()
+    options = {"max_grad_norm": 0.8, "max_curvature": 50.0, "criterion": nn.CrossEntropyLoss()}
+    part = ExpMQuadEngine().gather(names["model"], classes(600), 20, projection=Sparse(seed=7), **options)
+    with pytest.warns(UserWarning, match="PRIVATE"):
+        part.save_private(tmp_path / "hospital-b.private")
+    yield {}
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def of_options():
+    torch.manual_seed(1)
+    return {"pretraining_loader": classes(600)}
+
+
+@pytest.fixture
+def of_results():
+    return {"loader": classes(600, features=2), "epsilon": 1.0}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in WITH_BLOCKS],
+)
+def test_blocks_run_from_top_to_bottom(path, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    own = request.getfixturevalue(f"of_{path.stem}") if f"of_{path.stem}" in globals() else {}
+    names = surroundings() | own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what the calls warn of is said on the page
         for code in blocks(text_of(path)):
             exec(compile(code, str(path), "exec"), names)
-            for expression, value in re.findall(r"^(engine\.\w+\(.*\))  # ([\d.]+)$", code, re.MULTILINE):
+            for expression, value in re.findall(r"^(engine\.\w+\(.*\))  # ([\d.]+)(?:,|$)", code, re.MULTILINE):
                 assert eval(expression, names) == pytest.approx(float(value), rel=1e-9)
-    assert isinstance(names["engine"], ExpMQuadEngine)
+    assert set(names) > set(surroundings() | own)

@@ -309,6 +309,63 @@ def test_simulate_wants_a_function():
         ExpMQuadEngine().simulate(gathered(), 1.0, 0.5, 3)
 
 
+def _images(classes):
+    """A network for images of 8 × 8 whose last layer has an input size that fits, or does not."""
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(classes, 2))
+
+
+@pytest.mark.parametrize(
+    "call", [{"radius": 0.1, "max_grad_norm": 1.0, "max_curvature": 0.0}, {"delta": 1e-5}], ids=["radius", "learned"]
+)
+@pytest.mark.parametrize(
+    ("model", "inputs", "layer", "words"),
+    [
+        (
+            nn.Sequential(nn.Linear(5, 2)),
+            torch.ones(20, 3),
+            "'0' (Linear)",
+            "mat1 and mat2 shapes cannot be multiplied",
+        ),
+        (nn.Sequential(nn.Linear(3, 2)), torch.ones(20, 3).long(), "'0' (Linear)", "must have the same dtype"),
+        (nn.Sequential(nn.Embedding(3, 2)), torch.ones(20), "'0' (Embedding)", "argument #1 'indices'"),
+        (_images(10), torch.ones(20, 1, 8, 8), "'2' (Linear)", "(2x72 and 10x2)"),
+    ],
+    ids=["size", "dtype", "indices", "inside"],
+)
+def test_errors_of_the_model_itself_are_told_as_pytorch_tells_them(model, inputs, layer, words, call):
+    loader = DataLoader(TensorDataset(inputs, torch.zeros(20).long()), batch_size=10)
+    used = ExpMQuadEngine()
+    with pytest.raises(ValueError, match=r"^model fails on inputs of the loader's kind, in layer ") as raised:
+        used.make_private_expm(model, loader, 1.0, criterion=nn.CrossEntropyLoss(), **call)
+    assert words in str(raised.value)
+    assert layer in str(raised.value)
+    assert "freeze" not in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert len(used.accountant) == 0
+
+
+class _Rounded(torch.autograd.Function):
+    """Has a forward pass only."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+
+class Rounding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return _Rounded.apply(self.layer(x))
+
+
+def test_a_model_that_only_cannot_be_differentiated_is_told_so():
+    with pytest.raises(ValueError, match=r"model cannot be differentiated: .*; freeze that layer"):
+        gathered(Rounding().double(), proj_dim=2, grad_sample_mode="functorch")
+
+
 @pytest.mark.parametrize("value", [None, "statistics", torch.ones(3)])
 def test_release_wants_statistics(value):
     used = ExpMQuadEngine()
@@ -317,9 +374,9 @@ def test_release_wants_statistics(value):
     assert used.accountant.releases == []
 
 
-@pytest.mark.parametrize("value", ["expm", RDPAccountant(), ExpMAccountant, 1.0])
+@pytest.mark.parametrize("value", ["rdp", RDPAccountant(), ExpMAccountant, 1.0])
 def test_engine_wants_its_own_kind_of_ledger(value):
-    with pytest.raises(TypeError, match=r"accountant must be an ExpMAccountant, got .*accountant='expm'"):
+    with pytest.raises(TypeError, match=r"accountant must be 'expm' or an ExpMAccountant, got .*accountant='expm'"):
         ExpMQuadEngine(accountant=value)
 
 

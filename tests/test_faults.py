@@ -479,7 +479,7 @@ def test_an_interrupted_checkpoint_changes_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch.serialization, "_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.save_checkpoint(path=path, module=make_model())
+            engine.save_checkpoint(path=path, module=private)
     assert path.read_bytes() == saved
     assert list(tmp_path.iterdir()) == [path]
     other, module = ExpMQuadEngine(), make_model()

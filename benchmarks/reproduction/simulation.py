@@ -31,7 +31,7 @@ from opacus_expm.experiments import tasks
 from opacus_expm.experiments.compare import compare, task_digest
 from opacus_expm.experiments.downloads import AnyPath
 from opacus_expm.experiments.journal import Journal
-from opacus_expm.experiments.methods import Grid
+from opacus_expm.experiments.methods import Grid, Method
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.paper import Gibbs
@@ -336,7 +336,7 @@ def _references(
 ) -> list[Reference]:
     """Zero-shot, non-private and, for the loss of the figures, DP-SGD: tuned, and at the paper's learning rate."""
     untuned: Grid = {**effort.dp_sgd, "learning_rate": (setting.learning_rate,), "momentum": (0.0,)}
-    runs: list[tuple[str, tuple[str, ...], Grid]] = [("dp-sgd", ("zero-shot", "non-private"), effort.dp_sgd)]
+    runs: list[tuple[str, tuple[Method, ...], Grid]] = [("dp-sgd", ("zero-shot", "non-private"), effort.dp_sgd)]
     if complete:
         runs = [
             ("dp-sgd", ("zero-shot", "non-private", "dp-sgd"), effort.dp_sgd),

@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, overload
@@ -20,6 +19,7 @@ from opacus.accountants import IAccountant, register_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
 
 from opacus_expm import _check
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.composition import total_epsilon
 from opacus_expm.accounting.contents import (
@@ -359,16 +359,24 @@ class ExpMAccountant(NotCopied, IAccountant):
                 running.keep_up(self.releases, self.history)
 
     @overload
-    def get_epsilon(self, delta: float = ..., *, return_method: Literal[False] = ...) -> float: ...
+    def get_epsilon(
+        self, delta: float = ..., alphas: object = ..., *, return_method: Literal[False] = ...
+    ) -> float: ...
 
     @overload
-    def get_epsilon(self, delta: float = ..., *, return_method: Literal[True]) -> tuple[float, str]: ...
+    def get_epsilon(
+        self, delta: float = ..., alphas: object = ..., *, return_method: Literal[True]
+    ) -> tuple[float, str]: ...
 
-    def get_epsilon(self, delta: float = 0.0, *, return_method: bool = False) -> float | tuple[float, str]:
+    def get_epsilon(
+        self, delta: float = 0.0, alphas: object = None, *, return_method: bool = False
+    ) -> float | tuple[float, str]:
         """ε spent so far at the given δ, by the least of the valid bounds (see ``composition``).
 
         Args:
             delta: δ in [0, 1); 0 for the pure guarantee, infinite if there were DP-SGD steps.
+            alphas: Rényi orders, as Opacus's ``"rdp"`` accountant takes them. They play no part: orders are chosen here, and
+                the Rényi total is one of several.
             return_method: also give the name of the bound.
 
         Raises:
@@ -382,11 +390,10 @@ class ExpMAccountant(NotCopied, IAccountant):
         check_guarantee(releases)
         given = sum(event.noise != "system" for event in releases)
         if given:
-            warnings.warn(
+            warn(
                 f"{given} of {len(releases)} draws in this ledger took their noise from a given noise_generator: epsilon is "
                 "stated as if nobody could know that noise, which is NOT guaranteed",
                 NotGuaranteed,
-                stacklevel=3,
             )
         total = total_epsilon(releases, history, delta)
         return (total.epsilon, total.method) if return_method else total.epsilon
@@ -460,20 +467,24 @@ class ExpMAccountant(NotCopied, IAccountant):
                 yield
 
     def __repr__(self) -> str:
-        steps = sum(steps for _, _, steps in self.history)
+        held = Counter(event.kind for event in self.releases)
+        counts = {"releases": held["release"], "purchases": held["purchase"], "queries": held["query"]}
+        told = [f"{name}={count}" for name, count in counts.items() if count or name == "releases"]
+        told.append(f"dp_sgd_steps={sum(steps for _, _, steps in self.history)}")
         reserved = sum(not is_covered(event) for event in self.releases)
-        reserve = f", not_guaranteed={reserved}" if reserved else ""
-        return f"ExpMAccountant(releases={len(self.releases)}, dp_sgd_steps={steps}{reserve})"
+        if reserved:
+            told.append(f"not_guaranteed={reserved}")
+        if self._budget is not None:
+            told.append(f"budget=({self._budget.epsilon:g}, {self._budget.delta:g})")
+        return f"ExpMAccountant({', '.join(told)})"
 
 
 def _warn_of_a_late_budget(budget: Filter, events: int) -> None:
     """Say what a budget covers that was not declared first."""
-    warnings.warn(
+    warn(
         f"budget=({budget.epsilon:g}, {budget.delta:g}) is declared for a ledger that holds {events} charges already. They "
         "count against it, but it covers them only if they, and the budget, were settled before any of them was made: what "
         "was chosen by looking at earlier results without a budget is not covered. Declare a budget when a ledger begins",
-        UserWarning,
-        stacklevel=3,
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opacus_expm._tables import markdown
+from opacus_expm._warnings import warn
 
 _NOT_PRIVATE = "looks at the private densities or draws from them without charge: its report is NOT private"
 
@@ -80,7 +81,7 @@ class Report:
 
 def warn_not_private(name: str) -> None:
     """Warn that the report of a function with this name is not private."""
-    warnings.warn(f"{name} {_NOT_PRIVATE}; use it on data that you may look at", UserWarning, stacklevel=3)
+    warn(f"{name} {_NOT_PRIVATE}; use it on data that you may look at")
 
 
 @contextmanager

@@ -34,7 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from tqdm.auto import tqdm
 
 from opacus_expm import _check
@@ -46,13 +47,14 @@ from opacus_expm.experiments.methods import (
     METHODS,
     QUICK_GRIDS,
     Grid,
+    Method,
     Settings,
     budgets_of,
     checked_grids,
     combinations,
 )
 from opacus_expm.experiments.results import Candidate, Comparison, Row
-from opacus_expm.experiments.tasks import Task
+from opacus_expm.experiments.task import Task, in_memory
 from opacus_expm.gathering.model import check_module, tensor_digest
 
 _TUNING_SEED = 1_000_000  # trials have seeds of their own, from here
@@ -60,12 +62,15 @@ _FILE = "cells.jsonl"
 
 
 def compare(
-    task: Task,
+    model: nn.Module | Task,
     epsilons: Sequence[float],
     *,
+    public: DataLoader[Any] | Dataset[Any] | None = None,
+    private: DataLoader[Any] | Dataset[Any] | None = None,
+    test: DataLoader[Any] | Dataset[Any] | None = None,
     delta: float = 1e-5,
     seeds: int | Sequence[int] = 5,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[Method] | None = None,
     draws: int = 1,
     trials: int = 2,
     validation: float = 0.2,
@@ -74,13 +79,18 @@ def compare(
     out: str | PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Comparison:
-    """Zero-shot, non-private, DP-SGD and ExpM-Quad on one task, at the same budgets under add/remove adjacency.
+    """Zero-shot, non-private, DP-SGD and ExpM-Quad on one model, at the same budgets under add/remove adjacency.
 
     How settings are chosen, and that this is not charged, is said at the top of the module.
 
     Args:
-        task: model, data and metric; for a model of your own, ``Task(model, public, private, test, criterion, ...)``.
+        model: pretrained module, with the three data sets below; or a ``Task``, which has them already, for another loss or
+            metric than those that are inferred.
         epsilons: budgets, in any order.
+        public: loader or data set of pairs (input, target), read into memory: free to use, for bounds and curvature.
+            Targets that are whole numbers are classes (cross-entropy, accuracy), others numbers (mean squared error).
+        private: data to fine-tune on.
+        test: data to score on, like the private ones and none of them.
         delta: δ of DP-SGD and of ``"expm-delta"``; 0 leaves both out.
         seeds: how many runs of each method, or their seeds. A seed fixes everything that is random: the subspace, the noise,
             the sampling.
@@ -105,8 +115,7 @@ def compare(
 
     **Privacy:** none; see the top of the module.
     """
-    if not isinstance(task, Task):
-        raise TypeError(f"task must be a Task with model, data and metric, got {type(task).__name__}")
+    task = _task(model, {"public": public, "private": private, "test": test})
     check_module(task.model)
     check_criterion(task.criterion)
     budgets = _checked_epsilons(epsilons)
@@ -147,6 +156,27 @@ def compare(
         grids={method: tuple(dict(g) for g in grid) for method, grid in searched.items()},
         rows=tuple(_row(*column, delta, own[column], best.get(column, {})) for column in columns),
         search=search_results,
+    )
+
+
+def _task(model: object, data: Mapping[str, Any]) -> Task:
+    """The task that was given, or that of a module and its data."""
+    given = [name for name in data if data[name] is not None]
+    if isinstance(model, Task):
+        if given:
+            raise ValueError(f"model is a Task, which has its data already: leave out {', '.join(given)}")
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a module with public=, private= and test=, or a Task, got {type(model).__name__}"
+        )
+    if len(given) < len(data):
+        raise ValueError(f"model needs its data: pass {', '.join(f'{name}=' for name in data if data[name] is None)}")
+    held = {name: in_memory(name, one) for name, one in data.items()}
+    classes = not held["private"].tensors[1].is_floating_point()
+    criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
+    return Task(
+        model, held["public"], held["private"], held["test"], criterion, metric="accuracy" if classes else "loss"
     )
 
 

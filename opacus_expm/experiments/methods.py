@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from opacus_expm import _check, subspaces
 from opacus_expm.baselines import dp_sgd
@@ -18,6 +18,7 @@ from opacus_expm.subspaces import Subspace
 Settings = dict[str, Any]
 Grid = Mapping[str, Sequence[Any]]  # a name → the values to try; all combinations are tried
 
+Method = Literal["zero-shot", "non-private", "dp-sgd", "expm", "expm-delta"]
 LABELS = {
     "zero-shot": "zero-shot",
     "non-private": "non-private",

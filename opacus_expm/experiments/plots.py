@@ -13,6 +13,7 @@ from opacus_expm.experiments.methods import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Lines differ in style and marker, and their colours in lightness, so that they can be told apart in grey.
 _STYLES: Mapping[str, Mapping[str, Any]] = {
@@ -22,6 +23,19 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     "expm": {"color": "#0b3c6f", "linestyle": "-", "marker": "o", "markersize": 5},
     "expm-delta": {"color": "#00796b", "linestyle": "-.", "marker": "s", "markersize": 4.5},
 }
+
+
+def new_figure() -> Figure:
+    """An empty figure, of no window.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a figure needs matplotlib: pip install "opacus-expm[plots]"') from error
+    return Figure(figsize=(5.6, 4.0), layout="constrained")
 
 
 @dataclass(frozen=True)
@@ -59,17 +73,14 @@ def plot(
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.axes import Axes
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plot() needs matplotlib: pip install "opacus-expm[plots]"') from error
+    figure = new_figure()
+    from matplotlib.axes import Axes
+
     if isinstance(where, Axes):
         _draw(lines, where, ticks, metric, title)
         return where
     if where is not None and not isinstance(where, str | PathLike):
         raise TypeError(f"where must be a path, matplotlib axes or None, got {type(where).__name__}")
-    figure = Figure(figsize=(5.6, 4.0), layout="constrained")
     axes = figure.add_subplot()
     _draw(lines, axes, ticks, metric, title)
     if where is not None:

@@ -9,21 +9,28 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from opacus_expm import _files
+from opacus_expm.baselines import tensors
 from opacus_expm.experiments import downloads
+from opacus_expm.gathering import loaders
 from opacus_expm.gathering.model import evaluation_mode
+
+_ROWS = 250  # records at a time: what stays in cache
 
 
 @dataclass(frozen=True)
 class Task:
     """A pretrained model and the data sets around it.
+
+    The data are held in memory as two tensors, inputs and targets. Loaders and other data sets of pairs are read once, in
+    the data set's order; what a transform draws at random is then drawn once.
 
     Attributes:
         model: pretrained on ``public``.
@@ -41,11 +48,35 @@ class Task:
     test: TensorDataset
     criterion: nn.Module
     name: str = ""
-    metric: str = "loss"
+    metric: Literal["accuracy", "loss"] = "loss"
+
+    def __post_init__(self) -> None:
+        for name in ("public", "private", "test"):
+            object.__setattr__(self, name, in_memory(name, getattr(self, name)))
 
     def score(self, model: nn.Module) -> float:
         """The metric of a model on the test data, in evaluation mode."""
         return loss(model, self.test, self.criterion) if self.metric == "loss" else accuracy(model, self.test)
+
+
+def in_memory(name: str, data: object) -> TensorDataset:
+    """A data set of pairs, or the records of a loader of pairs, as a ``TensorDataset``; one that is given is kept.
+
+    Raises:
+        TypeError, ValueError: something else, or an input that is no single tensor.
+    """
+    if isinstance(data, TensorDataset):
+        return data
+    if not isinstance(data, DataLoader):
+        return TensorDataset(*tensors(name, data))
+    chosen = loaders.visited(data)
+    dataset = data.dataset if chosen is None else Subset(data.dataset, sorted(chosen))
+    workers = 0 if chosen is None else data.num_workers
+    read = DataLoader(dataset, batch_size=_ROWS, collate_fn=data.collate_fn, num_workers=workers)
+    pairs = [loaders.split_batch(batch, name) for batch in read]
+    if not pairs or not all(isinstance(x, Tensor) for x, _ in pairs):
+        raise ValueError(f"{name} must yield at least one pair of tensors (input, target)")
+    return TensorDataset(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))
 
 
 def fit(
@@ -152,4 +183,4 @@ def outputs(model: nn.Module, dataset: TensorDataset) -> Tensor:
     """What a model says of all records, a few hundred at a time (what stays in cache), in evaluation mode."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with evaluation_mode(model):
-        return torch.cat([model(x.to(device)).cpu() for x in torch.split(dataset.tensors[0], 250)])
+        return torch.cat([model(x.to(device)).cpu() for x in torch.split(dataset.tensors[0], _ROWS)])

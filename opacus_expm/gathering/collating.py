@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from opacus_expm._warnings import warn
 from opacus_expm.gathering.model import ran_out_of_memory
 from opacus_expm.gathering.randomness import Generators
 
@@ -262,11 +263,9 @@ def try_on_made_up_records(collate: Collate, like: Any, name: str, *, several: b
                 raise ValueError(f"{name}'s collate function {reason.format(worth=_WORTH)}")
             tried = True
     if not tried:
-        warnings.warn(
+        warn(
             f"{name}'s collate function cannot be tried on made-up records; every record is collated alone, so nothing that "
             "it does to a whole batch takes effect",
-            UserWarning,
-            stacklevel=2,
         )
 
 

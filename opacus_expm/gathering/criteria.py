@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -26,6 +25,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from opacus_expm._warnings import warn
 
 
 class Criterion(Protocol):
@@ -367,10 +368,8 @@ def make_criterion(criterion: object, targets: Tensor) -> Criterion:
     if criterion is None:
         integer = not (targets.is_floating_point() or targets.is_complex())
         name = "cross-entropy" if integer else "mean squared error"
-        warnings.warn(
+        warn(
             f"criterion=None: targets are {targets.dtype}, so {name} is used; pass criterion= to choose",
-            UserWarning,
-            stacklevel=2,
         )
         return CrossEntropy() if integer else MeanSquaredError()
     if not callable(criterion):

@@ -162,24 +162,47 @@ def functional_for(
         restore: puts back what a forward pass changed in the module.
 
     Raises:
-        ValueError: naming the layer that cannot be differentiated, and the way out.
+        ValueError: naming the layer that cannot be differentiated, and the way out; or, where the model fails without
+            that too, with PyTorch's own words.
     """
     rows = FunctionalRows(module, layout, projection, restore=restore)
-    if _failure(rows, module, example) is None:
+    if _failure(module, lambda: _differentiate(rows, example)) is None:
         return rows
-    rows = FunctionalRows(module, layout, projection, restore=restore, one_by_one=True)
-    failure = _failure(rows, module, example)
+    alone = FunctionalRows(module, layout, projection, restore=restore, one_by_one=True)
+    failure = _failure(module, lambda: _differentiate(alone, example))
     if failure is not None:
+        check_forward(module, example)
         where, error = failure
         raise ValueError(
             f"model cannot be differentiated: {where} fails with {type(error).__name__}; freeze that layer "
             "(requires_grad_(False)), or replace it by one that is differentiable"
         ) from error
-    return rows
+    return alone
 
 
-def _failure(rows: FunctionalRows, module: nn.Module, example: Any) -> tuple[str, Exception] | None:
-    """The layer that fails on two synthetic records, and its error; None if no layer fails."""
+@torch.no_grad()
+def check_forward(module: nn.Module, example: Any) -> None:
+    """Raise where the model fails on two synthetic records by itself, so that differentiating it is not to blame.
+
+    Raises:
+        ValueError: with PyTorch's words. They are about made-up records, of which the shapes and types alone are real.
+    """
+    failure = _failure(module, lambda: call(module, synthetic_batch(example, 2, seed=0)))
+    if failure is not None:
+        where, error = failure
+        raise ValueError(
+            f"model fails on inputs of the loader's kind, in {where}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _differentiate(rows: FunctionalRows, example: Any) -> None:
+    """Find the rows of two synthetic records."""
+    outputs, pullback = rows.outputs_and_pullback(synthetic_batch(example, 2, seed=0))
+    pullback(torch.ones_like(outputs)[:, None])
+
+
+def _failure(module: nn.Module, attempt: Callable[[], object]) -> tuple[str, Exception] | None:
+    """The layer in which an attempt with synthetic records fails, and its error; None if no layer fails."""
     inside: list[str] = []
 
     def leave(*_: object) -> None:
@@ -187,12 +210,11 @@ def _failure(rows: FunctionalRows, module: nn.Module, example: Any) -> tuple[str
 
     handles = []
     for name, layer in module.named_modules():
-        label = f"layer {name!r} ({type(layer).__name__})"
+        label = f"layer {name!r} ({type(layer).__name__})" if name else f"the model ({type(layer).__name__})"
         handles.append(layer.register_forward_pre_hook(lambda *_, at=label: inside.append(at)))
         handles.append(layer.register_forward_hook(leave))
     try:
-        outputs, pullback = rows.outputs_and_pullback(synthetic_batch(example, 2, seed=0))
-        pullback(torch.ones_like(outputs)[:, None])
+        attempt()
     except (RuntimeError, NotImplementedError) as error:
         if ran_out_of_memory(error):
             raise

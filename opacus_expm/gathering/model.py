@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -37,6 +38,20 @@ def unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def standard(module: Any) -> Any:
+    """A copy of the module inside Opacus's ``GradSampleModule``, without hooks and what they left; others as they are.
+
+    The copy, because taking hooks off changes the module, which may still be in use. What Opacus leaves on parameters is
+    not copied; activations of a forward pass without its backward pass are private, and are taken off.
+    """
+    if not isinstance(module, AbstractGradSampleModule):
+        return module
+    found = copy.deepcopy(module).to_standard_module()
+    for layer in found.modules():
+        vars(layer).pop("activations", None)
+    return found
 
 
 def digest(module: nn.Module) -> str:
@@ -68,6 +83,11 @@ def check_module(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {module!r} of type {type(module).__name__}")
     module = unwrap(module)
+    if isinstance(module, AbstractGradSampleModule):
+        raise ValueError(
+            f"model is wrapped by Opacus's {type(module).__name__}, whose hooks would stay in it; pass "
+            "model.to_standard_module(), or the module as it was before"
+        )
     if any(isinstance(layer, FullyShardedDataParallel) for layer in module.modules()):
         raise ValueError(
             "model is wrapped by FullyShardedDataParallel, which shards its parameters over ranks; pass the module as it "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_expm._private import PrivateValues
+from opacus_expm._warnings import warn
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.clipping import (
     ClippedAdder,
@@ -233,11 +233,9 @@ class Workbench:
                         f"itself; pass max_physical_batch_size={self.pieces.padded(loader)}, or start it again"
                     ) from error
             # Here, and not above, where the exception would still hold on to the tensors.
-            warnings.warn(
+            warn(
                 f"the pass over {name} ran out of memory with {size} records at a time and starts again with "
                 f"{self.pieces.padded(loader)}; pass max_physical_batch_size= to save the attempt",
-                UserWarning,
-                stacklevel=2,
             )
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

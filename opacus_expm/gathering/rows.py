@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from opacus_expm import _check
+from opacus_expm._warnings import warn
 from opacus_expm.gathering.clipping import RowSource
-from opacus_expm.gathering.functional import functional_for
+from opacus_expm.gathering.functional import check_forward, functional_for
 from opacus_expm.gathering.hooks import HooksCannotServe, hooks_for
 from opacus_expm.gathering.independence import State
 from opacus_expm.gathering.model import draws_at_random
 from opacus_expm.subspaces import Projection
 from opacus_expm.subspaces.layout import Layout
 
-GRAD_SAMPLE_MODES = ("hooks", "functorch")
+GradSampleMode = Literal["hooks", "functorch"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GradSampling:
 
     def __post_init__(self) -> None:
         if self.mode is not None:
-            _check.one_of("grad_sample_mode", self.mode, GRAD_SAMPLE_MODES)
+            _check.one_of("grad_sample_mode", self.mode, get_args(GradSampleMode))
         if self.probes is not None:
             _check.positive_int("probes", self.probes)
 
@@ -48,11 +48,9 @@ class GradSampling:
         """The way to find rows that serves this model. It warns where hooks cannot, and where state has to be put back."""
         state = State(module, example)
         if state.changed:
-            warnings.warn(
+            warn(
                 f"model changes {', '.join(state.changed)} in its forward pass, also in evaluation mode; this is put back "
                 "before every piece of the pass, so that no record sees another one's traces",
-                UserWarning,
-                stacklevel=2,
             )
         if self.mode == "functorch":
             return functional_for(module, layout, projection, example, restore=state.restore)
@@ -61,9 +59,10 @@ class GradSampling:
                 raise HooksCannotServe("the model draws random numbers, and every record needs numbers of its own")
             return hooks_for(module, layout, projection, example, restore=state.restore)
         except HooksCannotServe as reason:
+            check_forward(module, example)
             if self.mode == "hooks":
                 raise ValueError(
                     f"grad_sample_mode='hooks' cannot serve this model: {reason}; use 'functorch'"
                 ) from reason
-            warnings.warn(f"using grad_sample_mode='functorch', because {reason}", UserWarning, stacklevel=2)
+            warn(f"using grad_sample_mode='functorch', because {reason}")
             return functional_for(module, layout, projection, example, restore=state.restore)

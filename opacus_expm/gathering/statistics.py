@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from opacus_expm import _check, subspaces
 from opacus_expm._private import PrivateValues
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.events import BOUNDS
 from opacus_expm.gathering.clipping import ClippedSums
 from opacus_expm.gathering.files import read_private, write_private
@@ -147,11 +147,9 @@ class Statistics(PrivateValues):
             )
         if os.path.exists(path):
             raise FileExistsError(f"{os.fspath(path)!r} exists; choose another path, or delete the file")
-        warnings.warn(
+        warn(
             f"save_private() writes PRIVATE data to {os.fspath(path)!r}: sums over the private records, without noise; keep "
             "the file where the data is kept, and delete it when it has served",
-            UserWarning,
-            stacklevel=2,
         )
         write_private(
             path,

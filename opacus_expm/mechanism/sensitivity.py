@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-ADJACENCIES = ("add_remove", "replace_one")
+Adjacency = Literal["add_remove", "replace_one"]
+ADJACENCIES: tuple[Adjacency, ...] = get_args(Adjacency)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from opacus_expm import _check
 from opacus_expm.subspaces.base import Projection, Subspace
@@ -11,8 +11,9 @@ from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 from opacus_expm.subspaces.stiefel import Stiefel
 
-__all__ = ["Preconditioned", "Projection", "Sparse", "Stiefel", "Subspace", "named", "read"]
+__all__ = ["Preconditioned", "Projection", "Sparse", "Stiefel", "Subspace", "SubspaceName", "named", "read"]
 
+SubspaceName = Literal["sparse", "stiefel", "preconditioned"]
 _RECIPES: dict[str, type[Sparse | Stiefel | Preconditioned]] = {
     "sparse": Sparse,
     "stiefel": Stiefel,

@@ -1,5 +1,6 @@
 """Checkpoints: weights and ledger together, read without running code, and loaded as a whole or not at all."""
 
+import copy
 import os
 import pickle
 import warnings
@@ -46,6 +47,45 @@ def test_checkpoints_round_trip(engine, path):
     assert torch.equal(flat(module), flat(engine.private))
     assert held(there.accountant) == held(engine.accountant)
     assert there.get_epsilon() == 1.0
+
+
+def test_a_module_that_was_not_released_is_said_to_be_none(engine, path):
+    """A copy of a released one is as good as itself; another one is saved, and a warning says what it is not."""
+    engine.save_checkpoint(path=path, module=copy.deepcopy(engine.private).requires_grad_(False))
+    for module in (make_model(), torch.nn.Linear(2, 1)):
+        with pytest.warns(UserWarning, match="module does not have the weights of a release of this engine") as said:
+            engine.save_checkpoint(path=path, module=module)
+        assert said[0].filename == __file__
+    released = engine.release(
+        engine.gather(make_model(), make_loader(), 4, **GOOD), 1.0, 0.5
+    )  # the second of two that the engine knows
+    engine.save_checkpoint(path=path, module=released)
+    engine.save_checkpoint(path=path, module=engine.private)
+
+
+def test_of_a_module_that_others_trained_nothing_is_said(engine, path):
+    """With charges that are not for the engine's own models, a module may be what they paid for."""
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    engine.save_checkpoint(path=path, module=make_model())
+    assert path.exists()
+
+
+def test_a_loaded_module_may_be_saved_again(engine, path):
+    engine.save_checkpoint(path=path, module=engine.private)
+    there, module = ExpMQuadEngine(), make_model()
+    there.load_checkpoint(path=path, module=module)
+    there.save_checkpoint(path=path, module=module)
+    assert torch.equal(flat(module), flat(engine.private))
+
+
+def test_the_budget_is_in_the_checkpoint(path):
+    engine = ExpMQuadEngine(budget=(2.0, 1e-5))
+    private = engine.make_private_expm(make_model(), make_loader(), 1.0, 0.5, 4, **GOOD)
+    engine.save_checkpoint(path=path, module=private)
+    there = ExpMQuadEngine()
+    there.load_checkpoint(path=path, module=make_model())
+    assert there.accountant.budget == engine.accountant.budget
+    assert there.remaining() == engine.remaining() < 2.0
 
 
 def test_checkpoints_hold_no_statistics(engine, path):

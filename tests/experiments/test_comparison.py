@@ -13,12 +13,14 @@ import pytest
 import torch
 from test_baselines import linear, regression
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from opacus_expm import ExpMQuadEngine
+from opacus_expm import ExpMQuadEngine, tasks
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.experiments import cells, cost, methods
 from opacus_expm.experiments.compare import compare
 from opacus_expm.experiments.results import Candidate, Comparison, Row
+from opacus_expm.experiments.task import in_memory
 from opacus_expm.experiments.tasks import Task
 from opacus_expm.mechanism import curves
 
@@ -75,6 +77,59 @@ def test_compare_runs_every_method_at_every_budget(task):
     assert found.search == ()  # nothing to choose
     with pytest.raises(KeyError, match="no row"):
         found.row("dp-sgd", 2.0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_compare_takes_a_model_and_its_loaders(task, shuffle):
+    """The same as a task of tensors, whatever the order in which a loader gives its records."""
+    data = {
+        name: DataLoader(getattr(task, name), batch_size=7, shuffle=shuffle) for name in ("public", "private", "test")
+    }
+    options = {"seeds": 1, "methods": ["zero-shot", "dp-sgd", "expm"]}
+    found = run(task.model, **data, **options)
+    assert [row.values for row in found.rows] == [row.values for row in run(task, **options).rows]
+    assert found.metric == "loss"
+
+
+class Pairs(Dataset):
+    """Records that are made when they are asked for, by their own names."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return {"input": torch.tensor([float(index), 1.0]), "target": index % 2}
+
+
+def collate(records):
+    return torch.stack([r["input"] for r in records]), torch.tensor([r["target"] for r in records])
+
+
+def test_the_records_of_a_loader_are_read_once_in_their_order():
+    sampler = SubsetRandomSampler([5, 3, 400])
+    held = in_memory("private", DataLoader(Pairs(600), batch_size=2, sampler=sampler, collate_fn=collate))
+    assert held.tensors[0][:, 0].tolist() == [3.0, 5.0, 400.0]
+    assert held.tensors[1].tolist() == [1, 1, 0]
+    assert in_memory("private", held) is held
+    whole = in_memory("private", DataLoader(Pairs(600), batch_size=32, shuffle=True, collate_fn=collate))
+    assert whole.tensors[0][:, 0].tolist() == list(range(600))
+
+
+def test_whole_number_targets_are_classes():
+    data = DataLoader(Pairs(40), batch_size=8, collate_fn=collate)
+    model = nn.Linear(2, 2)
+    found = run(model, public=data, private=data, test=data, methods=["zero-shot"])
+    assert found.metric == "accuracy"
+    assert found.row("zero-shot").values == (tasks.accuracy(model, in_memory("test", data)),)
+
+
+def test_inputs_that_are_no_tensor_are_refused():
+    loader = DataLoader(Pairs(4), collate_fn=lambda records: {"a": collate(records)[0], "labels": collate(records)[1]})
+    with pytest.raises(ValueError, match=r"private must yield at least one pair of tensors"):
+        in_memory("private", loader)
 
 
 def test_compare_is_fixed_by_its_seeds(task):
@@ -434,7 +489,9 @@ def test_plot_says_what_to_install(found, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"task": "sine"}, TypeError, "task must be a Task"),
+        ({"task": "sine"}, TypeError, "model must be a module with public=, private= and test=, or a Task, got str"),
+        ({"public": regression(1.0)}, ValueError, "model is a Task, which has its data already: leave out public"),
+        ({"task": linear(), "test": regression(1.0)}, ValueError, "model needs its data: pass public=, private="),
         ({"epsilons": ()}, TypeError, "epsilons must be a list of numbers"),
         ({"epsilons": "1"}, TypeError, "epsilons must be a list of numbers"),
         ({"epsilons": (1.0, -1.0)}, ValueError, "epsilons must be greater than 0"),
