@@ -48,6 +48,7 @@ from opacus_expm.mechanism.density import BallGaussian
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
 from opacus_expm.mechanism.sensitivity import Sensitivity
 from opacus_expm.noise import Noise
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 # --- data ----------------------------------------------------------------------------------------------------------------
@@ -669,7 +670,7 @@ def _learned(x=None, more=()):
         model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
     bench = passes.Workbench(model, measurement)
     looks.prepare(bench, loader)
-    return found, bench, learned.Rule(1.0, 1e-5, 10, 2, False)
+    return found, bench, Rule(1.0, 1e-5, 10, 2, False)
 
 
 def _answers(part, more=()):

@@ -90,6 +90,10 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
 
+    def in_subspace(self, subspace: Subspace) -> Workbench:
+        """A workbench for the same model and the same pieces in another subspace."""
+        return Workbench(self._module, replace(self.measurement, subspace=subspace), self.pieces)
+
     def move(self, coordinates: Tensor) -> None:
         """Let the following passes be made at θ* + Aξ: the working copy's weights move, and nothing is checked again."""
         self.shift(self.lifted(coordinates))

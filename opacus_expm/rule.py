@@ -1,0 +1,135 @@
+"""The plan of learned rounds as a formula of public numbers, the same for every task."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from opacus_expm.accounting.composition import gaussian_total, least_noise
+from opacus_expm.accounting.events import PlannedEvent
+from opacus_expm.mechanism import curves
+
+_PASSES = 10.0  # over the data, of the directions together
+_MOST_STEPS = 100
+_MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is measured
+_METRIC_SHARE = 0.08  # of μ²
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The plan of learned rounds as a formula of public numbers: how many steps, and what each part may cost.
+
+    Attributes:
+        epsilon: ε.
+        delta: δ > 0.
+        records: N, the public number of records.
+        layers: L, the number of layers with a metric of their own.
+        bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
+        passes: how many passes over the data the directions take together.
+        least_steps: T is no less; a training loop has a step in each of its epochs.
+    """
+
+    epsilon: float
+    delta: float
+    records: int
+    layers: int
+    bounded: bool
+    passes: float = _PASSES
+    least_steps: int = 1
+
+    @cached_property
+    def mu(self) -> float:
+        """What all parts together may cost, in Gaussian terms."""
+        return curves.gaussian_mu(self.epsilon, self.delta)
+
+    @property
+    def times(self) -> int:
+        """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
+        return max(5, min(20, round(self.records * self.mu / 30)))
+
+    @property
+    def steps(self) -> int:
+        """T: more for several layers, whose steps are shorter."""
+        return max(self.least_steps, min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1)))
+
+    @property
+    def sample_rate(self) -> float:
+        """q: the directions together take no more than ``passes`` passes over the data."""
+        return min(1.0, self.passes / self.steps)
+
+    @property
+    def rate(self) -> float:
+        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several."""
+        return 2.0 if self.layers <= 1 else self.times / (4 * self.steps)
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """After how many steps a length is measured."""
+        if self.layers <= 1:
+            return ()
+        return tuple(sorted({max(1, round(self.steps * share)) for share in _MARKS}))
+
+    @property
+    def metric_mu(self) -> float:
+        """Of the 2L factors together."""
+        return self.mu * math.sqrt(_METRIC_SHARE)
+
+    @property
+    def factor_mu(self) -> float:
+        """Of each of the 2L factors."""
+        return self.metric_mu / math.sqrt(2 * max(1, self.layers))
+
+    @property
+    def scale_mu(self) -> float:
+        """Of each layer's scale: what a median among a hundred intervals needs, 30/n, but no more than 3 % of μ² in all."""
+        return min(30 / self.records, 0.17 * self.mu / math.sqrt(max(1, self.layers)))
+
+    @property
+    def bound_mu(self) -> float:
+        """Of C, on which everything depends: 60/n, but no more than 6 % of μ²."""
+        return min(60 / self.records, 0.25 * self.mu)
+
+    @property
+    def bound_quantile(self) -> float:
+        """Of the norms, half of which is C: large for one layer, where rare classes have the largest gradients."""
+        return 0.85 if self.layers <= 1 else 0.75
+
+    @property
+    def loss_mu(self) -> float:
+        """Of the bound of the losses, where it has to be bought."""
+        return min(40 / self.records, 0.17 * self.mu)
+
+    @property
+    def length_mu(self) -> float:
+        """Of each length, and of the choice."""
+        share = 0.02 if self.layers <= 1 else 0.06
+        return self.mu * math.sqrt(share / (len(self.marks) + 1))
+
+    def queries(self) -> list[tuple[str, PlannedEvent]]:
+        """Everything that is going to be asked of the records, in order, but the directions."""
+        before = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.layers else []
+        before += [("scale", _choice(self.scale_mu))] * self.layers
+        before += [("bound", _choice(self.bound_mu))]
+        before += [] if self.bounded else [("loss", _choice(self.loss_mu))]
+        length = [("length bound", _choice(self.length_mu / 2))] * 2
+        length += [("length", PlannedEvent(math.inf, self.length_mu / math.sqrt(2)))]
+        return [*before, *length * len(self.marks), ("choice", _choice(self.length_mu))]
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """σ of the directions: the least with which everything together costs (ε, δ)."""
+        others = gaussian_total([event for _, event in self.queries()])
+        return least_noise(self.epsilon, self.delta, others, self.sample_rate, self.steps)
+
+    def charges(self) -> list[PlannedEvent]:
+        """What is going to be charged, in order."""
+        run = PlannedEvent(math.inf, math.inf, runs=((self.noise_multiplier, self.sample_rate, self.steps),))
+        found = self.queries()
+        first = next(i for i, (what, _) in enumerate(found) if what.startswith(("length", "choice")))
+        return [*(e for _, e in found[:first]), run, *(e for _, e in found[first:])]
+
+
+def _choice(mu: float) -> PlannedEvent:
+    """A choice by the exponential mechanism that costs as much as μ."""
+    return PlannedEvent(curves.bounded_range_within(mu), math.inf)
