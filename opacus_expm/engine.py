@@ -26,6 +26,7 @@ from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
 from opacus_expm.learned import LearnedRounds
+from opacus_expm.looped import LoopedRounds
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES
@@ -206,9 +207,9 @@ class ExpMQuadEngine(NotCopied):
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float | None,
-        radius: float | Sequence[float],
-        proj_dim: int | None,
+        max_grad_norm: float | None = None,
+        radius: float | Sequence[float] | None = None,
+        proj_dim: int | None = None,
         max_curvature: float | None = 0.0,
         regularization: float | None = None,
         public_loader: DataLoader[Any] | None = None,
@@ -218,7 +219,7 @@ class ExpMQuadEngine(NotCopied):
         max_physical_batch_size: int | None = None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
-        poisson_sampling: bool = False,
+        poisson_sampling: bool | None = None,
         clipping: str = "flat",
         noise_generator: None = None,
         grad_sample_mode: str | GradSampling | None = "ghost",
@@ -279,31 +280,27 @@ class ExpMQuadEngine(NotCopied):
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
         named = grad_sample_mode if isinstance(grad_sample_mode, str) else None
         protocol = swap.Protocol(batch_first, loss_reduction, poisson_sampling, clipping, named, wrap_model)
-        mode = protocol.checked(loss)
-        if public_loader is not None:
-            loaders.check_public(public_loader, data_loader, "data_loader")
-        subspace = subspaces.named(projection)
-        bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-        if bounds.missing and public_loader is None:
-            raise ValueError(
-                f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop has no pass "
-                "over the private data in which it could be bought; make_private_expm has"
-            )
-        budget = Budget.of(
-            _check.positive("target_epsilon", target_epsilon),
-            _check.fraction("target_delta", target_delta),
-            radius,
-            regularization,
-            _check.positive_int("epochs", epochs),
-        )
+        mode = protocol.checked(loss, sampled=radius is None)
         sampling = grad_sample_mode if isinstance(grad_sample_mode, GradSampling) else GradSampling(mode)
+        subspace = subspaces.named(projection)
         measurement = Measurement(
             subspace, proj_dim, loss, sampling, views, nominal_size, max_physical_batch_size, progress
         )
-        plan = Plan(budget, bounds, measurement, public_loader)
+        asked = _loop_request(target_epsilon, target_delta, epochs)
         # Batches come one by one: the size of a piece cannot be read off the loader they come from.
         pieces = loaders.Pieces(max_physical_batch_size or loaders.batch_size(data_loader))
-        rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=swap.unfinished(module))
+        earlier = swap.unfinished(module)
+        rounds: swap.Rounds
+        if radius is None:
+            left_out = {"proj_dim": proj_dim, "max_curvature": max_curvature or None, "regularization": regularization}
+            recipe = None if projection == "sparse" else projection
+            _check_left_out(**left_out, projection=recipe, public_loader=public_loader)
+            rounds = LoopedRounds.of(data_loader, measurement, *asked, books, pieces=pieces, instead_of=earlier)
+        else:
+            bounds = _loop_bounds(max_grad_norm, max_curvature, measurement, public_loader, data_loader)
+            budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
+            plan = Plan(budget, bounds, measurement, public_loader)
+            rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
 
     def make_private(self, **_: object) -> NoReturn:
@@ -618,6 +615,32 @@ def _check_loop(books: Books, noise_generator: object) -> None:
         raise ValueError(
             "noise_generator belongs to the engine: ExpMQuadEngine(noise_generator=...), for tests and simulations only"
         )
+
+
+def _loop_request(target_epsilon: float, target_delta: float, epochs: int) -> tuple[float, float, int]:
+    """What a loop asks for, checked under the names that Opacus has for it."""
+    _check.positive("target_epsilon", target_epsilon)
+    _check.fraction("target_delta", target_delta)
+    return target_epsilon, target_delta, _check.positive_int("epochs", epochs)
+
+
+def _loop_bounds(
+    max_grad_norm: float | None,
+    max_curvature: float | None,
+    measurement: Measurement,
+    public_loader: DataLoader[Any] | None,
+    data_loader: DataLoader[Any],
+) -> Bounds:
+    """The bounds of a loop with a radius: given, or to be measured on public data."""
+    if public_loader is not None:
+        loaders.check_public(public_loader, data_loader, "data_loader")
+    bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
+    if bounds.missing and public_loader is None:
+        raise ValueError(
+            f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop with radius= has no "
+            "pass over the private data in which it could be bought; make_private_expm has, and a loop without radius="
+        )
+    return bounds
 
 
 def _facts(statistics: object) -> dict[str, object]:

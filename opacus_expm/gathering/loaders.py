@@ -247,11 +247,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
 
 
 def like(
-    loader: DataLoader[Any],
-    dataset: Dataset[Any],
-    order: Sampler[int] | None,
-    collate_fn: Any,
-    batch: int | None = None,
+    loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any, batch: int = 0
 ) -> DataLoader[Any]:
     """A plain loader with the options of another (``batch`` is its own batch size), and workers with fresh randomness."""
     return DataLoader(

@@ -32,4 +32,4 @@ def sampled(
     if len(taken) == 0:
         return None
     part = Subset(loader.dataset, [indices[int(i)] for i in taken])
-    return loaders.like(loader, part, None, collate_fn=loader.collate_fn, batch=len(taken) if whole else None)
+    return loaders.like(loader, part, None, collate_fn=loader.collate_fn, batch=len(taken) if whole else 0)

@@ -40,7 +40,7 @@ records are not even computed. Outputs of private records are computed, for the 
 forward pass. Like the records themselves they must not leave the script.
 """
 
-from opacus_expm.swap.epoch import Gathering, Rounds
+from opacus_expm.swap.epoch import Gathering, Rounds, Samples
 from opacus_expm.swap.stand_ins import Protocol, StandIns, originals, stand_ins, unfinished
 
-__all__ = ["Gathering", "Protocol", "Rounds", "StandIns", "originals", "stand_ins", "unfinished"]
+__all__ = ["Gathering", "Protocol", "Rounds", "Samples", "StandIns", "originals", "stand_ins", "unfinished"]
