@@ -51,7 +51,12 @@ class Rule:
     @property
     def steps(self) -> int:
         """T: more for several layers, whose steps are shorter."""
-        return max(self.least_steps, min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1)))
+        return max(self.least_steps, self.own_steps)
+
+    @property
+    def own_steps(self) -> int:
+        """T where no more are asked for."""
+        return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
 
     @property
     def sample_rate(self) -> float:
@@ -60,8 +65,11 @@ class Rule:
 
     @property
     def rate(self) -> float:
-        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several."""
-        return 2.0 if self.layers <= 1 else self.times / (4 * self.steps)
+        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several.
+
+        Where more steps are asked for than the rule would take, they are shorter, and go as far with as much noise.
+        """
+        return 2.0 * self.own_steps / self.steps if self.layers <= 1 else self.times / (4 * self.steps)
 
     @property
     def marks(self) -> tuple[int, ...]:
