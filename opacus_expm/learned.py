@@ -284,31 +284,13 @@ class Walk(PrivateValues):
 
     def advance(self, total: Tensor) -> None:
         """Move by a sample's clipped sum with noise; a part of the run that was charged."""
-        self._check_left()
+        if self._steps == self.rule.steps:
+            raise RuntimeError(f"all {self._steps} directions that were charged are drawn")
         rule, bound = self.rule, self._limits.max_grad_norm
         noise = torch.from_numpy(self._random.standard_normal(len(total)))
         direction = (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._asked.size)
-        self._place = self._place - self._rate * direction
-        self._arrive()
-
-    def advance_empty(self) -> None:
-        """Move by the noise alone: the sample has no records."""
-        self.advance(torch.zeros_like(self._place))
-
-    def pass_over(self) -> None:
-        """Leave one of the directions out that were charged: a sample was given away, but not answered."""
-        self._check_left()
-        self._arrive()
-
-    def _check_left(self) -> None:
-        """Raise where all directions are drawn."""
-        if self._steps == self.rule.steps:
-            raise RuntimeError(f"all {self._steps} directions that were charged are drawn")
-
-    def _arrive(self) -> None:
-        """Measure the length where the rule says so, and keep the last places."""
-        rule = self.rule
         self._steps += 1
+        self._place = self._place - self._rate * direction
         if self._steps in rule.marks:
             moved = self._place - self._marked
             factor = self._length(moved, _FIRST_LONGEST if self._steps == rule.marks[0] else _LONGEST)
@@ -316,6 +298,10 @@ class Walk(PrivateValues):
             self._rate *= factor
         if self._steps > rule.steps * (1 - _AVERAGED):
             self._total, self._count = self._total + self._place, self._count + 1
+
+    def advance_empty(self) -> None:
+        """Move by the noise alone: the sample has no records, or they were lost."""
+        self.advance(torch.zeros_like(self._place))
 
     def here(self) -> nn.Module:
         """The model at the present place, which was released."""

@@ -124,13 +124,8 @@ class LoopedRounds:
         return self._place(number)
 
     def draw_empty(self, number: int) -> nn.Module:
-        """Move by the noise alone, after a sample without records."""
+        """Move by the noise alone, after a sample without records or one that the script has lost."""
         self.started.advance_empty()
-        return self._place(number)
-
-    def pass_over(self, number: int) -> nn.Module:
-        """Leave a direction out, whose sample was lost."""
-        self.started.pass_over()
         return self._place(number)
 
     def _place(self, number: int) -> nn.Module:

@@ -72,10 +72,7 @@ class Samples(Rounds, Protocol):
         """All records of the next sample in one batch, or None for one without records; what comes first is charged."""
 
     def draw_empty(self, number: int) -> nn.Module:
-        """The next weights after a sample without records."""
-
-    def pass_over(self, number: int) -> nn.Module:
-        """The next weights after a sample that was given to the script and lost."""
+        """The next weights after a sample without records, or one that the script has lost."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

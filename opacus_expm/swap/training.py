@@ -23,9 +23,7 @@ from opacus_expm.swap.losses import PrivateLoss, Ticket
 from opacus_expm.swap.tensors import changed_since, fingerprint, tensors_of
 
 _AGAIN = "Nothing was released; start the epoch again from its beginning (for ... in data_loader)"
-_LOST = (
-    "The sample is lost, and its direction is left out; the loop can go on with the next one (for ... in data_loader)"
-)
+_LOST = "The sample is lost and counts as one without records; the loop can go on with the next one (for ... in data_loader)"
 
 
 class Training(PrivateValues):
@@ -148,11 +146,11 @@ class Training(PrivateValues):
             raise
 
     def _settle(self, samples: Samples) -> None:
-        """Leave the direction out of a sample that was given and lost."""
+        """Draw without its records a sample that was given to the script and lost."""
         if self._given and self._ended is None:
             if self._epoch is not None:
                 self._epoch.break_off("Another iteration of data_loader was begun.")
-            self._move(samples.pass_over)
+            self._move(samples.draw_empty)
 
     def _take(self, samples: Samples) -> tuple[Epoch | None, Any]:
         """The next sample, which may be drawn at once because it has no records; the first one opens the run."""
@@ -196,7 +194,8 @@ class Training(PrivateValues):
 
     def _warn_if_left(self, end: int) -> None:
         """Say that an epoch of samples was left before its end."""
-        if self._ended is None and self._number < end and not sys.is_finalizing():
+        told = self._epoch is not None and self._epoch.broken is not None
+        if self._ended is None and self._number < end and not told and not sys.is_finalizing():
             warnings.warn(
                 "an epoch of the private loop was left before its end. The whole run stays charged, and the weights, which "
                 "are those of the last draw, are final only when the run is complete: another epoch goes on from here",
