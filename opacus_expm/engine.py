@@ -32,6 +32,7 @@ from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES
 from opacus_expm.noise import Noise
 from opacus_expm.public import public_metric, taught
+from opacus_expm.pure import PureRounds
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
 from opacus_expm.subspaces import Preconditioned, Subspace
 
@@ -132,11 +133,12 @@ class ExpMQuadEngine(NotCopied):
             loader: private data as (input, target) batches, every record once (see ``gathering.loaders``).
             epsilon: ε > 0.
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
-                read off the private data. None, the default, finds metric, step and length by itself
-                (``opacus_expm.learned``): it needs δ > 0, and of the arguments below only ``criterion``, ``nominal_size``,
-                ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play a part.
+                read off the private data. None, the default, finds step and length by itself: with δ > 0 in a metric that it
+                learns (``opacus_expm.learned``), with δ = 0 along pure draws (``opacus_expm.pure``). Of the arguments below
+                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play
+                a part then.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
-            delta: δ in [0, 1); 0 gives pure ε-DP, and needs a radius.
+            delta: δ in [0, 1); 0 gives pure ε-DP.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
             rounds: T: each round starts from the last one's release, with statistics gathered there, on a fresh subspace.
                 The budget is split in advance: ε/T each, or of an (ε, δ) budget μ/√T each.
@@ -191,6 +193,8 @@ class ExpMQuadEngine(NotCopied):
                     rounds=None if rounds == 1 else rounds,
                     projection=None if projection == "sparse" else projection,
                 )
+                if _check.fraction("delta", delta) == 0:
+                    return PureRounds(loader, measurement, epsilon, books).run(check_module(model))
                 return LearnedRounds(loader, measurement, epsilon, delta, books).run(check_module(model))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
@@ -235,8 +239,8 @@ class ExpMQuadEngine(NotCopied):
         batch of the returned loader is a Poisson sample, and the ``step`` after it moves the weights by one direction. The
         rule's T directions (5 to 100, a public formula) are spread evenly over the E epochs, with a sample rate of
         min(1, E/T): an epoch goes once through as many records as there are. If the rule has fewer than E directions it
-        takes E, which are shorter. The engine makes passes of its own as well, three for one layer and up to eight for
-        several: metric and bounds when the first batch is asked for, lengths at five steps on the way, and after the last
+        takes E, which are shorter. The engine makes passes of its own as well, three for one layer and six for
+        several: metric and bounds when the first batch is asked for, lengths at three steps on the way, and after the last
         step the choice of the final weights. A batch has about n·min(1, E/T) records; ``max_physical_batch_size`` or the
         loader's batch size limits how many are processed at a time.
 

@@ -12,8 +12,8 @@ The model moves in the span of directions that were released before, where a few
    far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
    dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
    it corrects the place, and η with it.
-5. **Choice.** The mean of the last places, half of it, or the start: the exponential mechanism chooses by the clipped gain
-   in the records' losses.
+5. **Choice.** The mean of the last places, or the start: the exponential mechanism chooses by the clipped gain in the
+   records' losses.
 
 How many steps there are and what each part may cost is a public formula (``Rule``), the same for every task.
 
@@ -61,9 +61,9 @@ _AVERAGED = 0.4  # of the steps, at the end
 _DAMPING = 0.6  # of the edge of the noise's spectrum
 _BOUND_FACTOR = 0.5
 _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
-_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 64.0  # what a length may be corrected by
-_CHOICES = (0.0, 0.5, 1.0)  # of the mean of the last places
-_RELUCTANCE = np.array([-8.0, -8.0, 0.0])  # public weights of the choices
+_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
+_CHOICES = (0.0, 1.0)  # of the mean of the last places
+_RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
 _LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
@@ -112,8 +112,8 @@ class LearnedRounds:
         _check.positive("epsilon", epsilon)
         if _check.fraction("delta", delta) == 0:
             raise ValueError(
-                "delta must be greater than 0 where no radius is given: learned rounds are (epsilon, delta)-DP; pass "
-                "delta=1e-5, or for a pure guarantee radius= and proj_dim="
+                "delta must be greater than 0 for learned rounds, which are (epsilon, delta)-DP; pass delta=1e-5, or call "
+                "make_private_expm, which has pure rounds for delta=0"
             )
         check_learnable(loader, measurement, books)
         books.check()
@@ -177,19 +177,23 @@ class LearnedRounds:
         if planned.blocks:
             bench = bench.in_subspace(self._metric(bench, rule, planned.blocks))
         bound = _BOUND_FACTOR * asked.quantile(
-            "bound", looks.gradient_norms(bench, self._loader), rule.bound_quantile, rule.bound_mu, _UNITS
+            "bound",
+            looks.gradient_norms(bench, self._loader),
+            rule.bound_quantile,
+            curves.bounded_range_within(rule.bound_mu),
+            _UNITS,
         )
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)
             values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
-            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, rule.loss_mu)
+            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
         return Walk(bench, self._loader, asked, rule, bound, guess)
 
     def _rule(self, layers: int, bounded: bool) -> Rule:
         """The rule for a model with so many layers."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
-        return Rule(*known) if self._epochs is None else Rule(*known, passes=self._epochs, least_steps=self._epochs)
+        return Rule(*known, epochs=self._epochs)
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
@@ -212,7 +216,8 @@ class LearnedRounds:
 
         like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
         released = asked.ask("metric", noisy, like, mu=rule.metric_mu)
-        scales = [asked.quantile("scale", h.numpy(), 0.5, rule.scale_mu) for h in sums.traces.unbind(1)]
+        price = curves.bounded_range_within(rule.scale_mu)
+        scales = [asked.quantile("scale", h.numpy(), 0.5, price) for h in sums.traces.unbind(1)]
         scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
         parts = [
             p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
@@ -319,8 +324,9 @@ class Walk(PrivateValues):
         pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
         asked, part = self._asked, self.rule.length_mu / 2
         numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
+        price = curves.bounded_range_within(part)
         limits = [
-            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, part) for v in numbers
+            _LENGTH_FACTOR * asked.quantile("length bound", v.abs().numpy(), _LENGTH_QUANTILE, price) for v in numbers
         ]
         clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
         deviations = torch.tensor(limits, dtype=torch.float64) / part
@@ -335,7 +341,7 @@ class Walk(PrivateValues):
         return float(min(longest, max(_SHORTEST, 1 + along)))
 
     def module(self) -> nn.Module:
-        """The model at the mean of the last places, half of it or the start, by the clipped gain in the records' losses.
+        """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
         A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
         """
@@ -367,7 +373,9 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
     if measurement.views is not None:
         raise ValueError(f"views have no part in learned rounds yet; {way_out}")
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
-        raise ValueError(f"learned rounds take samples, and loader has an iterable data set; {way_out}")
+        raise ValueError(
+            f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"
+        )
 
 
 def _warn_if_faint(rule: Rule, parameters: int) -> None:

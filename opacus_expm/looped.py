@@ -70,8 +70,8 @@ class LoopedRounds:
         """
         if delta == 0:
             raise ValueError(
-                "target_delta must be greater than 0 where no radius is given: learned rounds are (epsilon, delta)-DP; pass "
-                "target_delta=1e-5, or for a pure guarantee radius= and proj_dim="
+                "target_delta must be greater than 0 where no radius is given: a loop takes samples, which are (epsilon, "
+                "delta)-DP; pass target_delta=1e-5, or for a pure guarantee radius=, or call make_private_expm instead"
             )
         learned = LearnedRounds(loader, measurement, epsilon, delta, books, epochs=epochs, pieces=pieces)
         return cls(learned, epochs, instead_of)

@@ -13,7 +13,6 @@ from torch import Tensor
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
-from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import chosen
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import grid_counts, private_quantile
@@ -68,6 +67,7 @@ class Questions:
         mu: float = math.inf,
         epsilon_range: float = math.inf,
         run: tuple[float, float, int] | None = None,
+        pure: float | None = None,
     ) -> Tensor:
         """Charge, then draw.
 
@@ -78,6 +78,7 @@ class Questions:
             mu: Gaussian price.
             epsilon_range: price as a bounded range.
             run: noise multiplier, sample rate and steps of a run of sums over Poisson samples.
+            pure: price as pure ε, where that is half of the range.
         """
         self._asked[what] += 1
         event = Query(
@@ -91,13 +92,13 @@ class Questions:
             self._asked[what],
             self.books.adjacency,
             self.books.noise.origin,
+            pure,
         )
         return self.books.drawn(event, self._admission, draw, like)
 
-    def quantile(self, what: str, norms: Array, quantile: float, mu: float, base: Array | None = None) -> float:
-        """A private quantile, over the intervals of the grid; it costs as much as μ."""
+    def quantile(self, what: str, norms: Array, quantile: float, epsilon: float, base: Array | None = None) -> float:
+        """A private quantile, over the intervals of the grid; its range is ε."""
         counts, uniforms = grid_counts(norms), self.books.noise.uniforms()
-        epsilon = curves.bounded_range_within(mu)
 
         def draw() -> Tensor:
             found = private_quantile(counts, quantile, epsilon, self.books.adjacency, uniforms, base)

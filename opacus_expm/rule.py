@@ -10,9 +10,9 @@ from opacus_expm.accounting.composition import gaussian_total, least_noise
 from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.mechanism import curves
 
-_PASSES = 10.0  # over the data, of the directions together
+_PASSES = 10.0  # over the data, of everything together
 _MOST_STEPS = 100
-_MARKS = (0.05, 0.1, 0.2, 0.35, 0.5)  # of the steps, after which a length is measured
+_MARKS = (0.05, 0.15, 0.4)  # of the steps, after which a length is measured
 _METRIC_SHARE = 0.08  # of μ²
 
 
@@ -26,8 +26,7 @@ class Rule:
         records: N, the public number of records.
         layers: L, the number of layers with a metric of their own.
         bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
-        passes: how many passes over the data the directions take together.
-        least_steps: T is no less; a training loop has a step in each of its epochs.
+        epochs: how many passes over the data the directions take together; None for what the others leave of ten.
     """
 
     epsilon: float
@@ -35,8 +34,7 @@ class Rule:
     records: int
     layers: int
     bounded: bool
-    passes: float = _PASSES
-    least_steps: int = 1
+    epochs: int | None = None
 
     @cached_property
     def mu(self) -> float:
@@ -46,30 +44,47 @@ class Rule:
     @property
     def times(self) -> int:
         """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
-        return max(5, min(20, round(self.records * self.mu / 30)))
+        return max(5, min(14, round(self.records * self.mu / 30)))
 
     @property
     def steps(self) -> int:
-        """T: more for several layers, whose steps are shorter."""
-        return max(self.least_steps, self.own_steps)
+        """T: more for several layers, whose steps are shorter; a loop has one in each of its epochs."""
+        return max(self.epochs or 1, self.own_steps)
 
     @property
     def own_steps(self) -> int:
-        """T where no more are asked for."""
+        """T where a loop does not have more epochs."""
         return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
 
     @property
+    def looking(self) -> float:
+        """Passes over the data beside the directions, where a forward one counts a third and a backward one two.
+
+        One for the metric and one for C; two thirds for each length, a forward pass with a tangent, and for the choice
+        between two places; a third for a bound of the losses.
+        """
+        return (self.layers > 0) + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
+
+    @property
     def sample_rate(self) -> float:
-        """q: the directions together take no more than ``passes`` passes over the data."""
-        return min(1.0, self.passes / self.steps)
+        """q: everything together takes no more than ten passes over the data, or the directions as many as epochs."""
+        directions = _PASSES - self.looking if self.epochs is None else self.epochs
+        return min(1.0, directions / self.steps)
+
+    @property
+    def passes(self) -> float:
+        """How often the records are gone through, on average."""
+        return self.looking + self.steps * self.sample_rate
 
     @property
     def rate(self) -> float:
-        """η of the first steps: 2 for one layer, where C is half of what gradients have; short for several.
+        """η of the first steps: for one layer 2, beyond which a quadratic loss swings, and less in much noise; or short.
 
-        Where more steps are asked for than the rule would take, they are shorter, and go as far with as much noise.
+        Where a loop has more epochs than the rule has steps, they are shorter, and go as far with as much noise.
         """
-        return 2.0 * self.own_steps / self.steps if self.layers <= 1 else self.times / (4 * self.steps)
+        if self.layers <= 1:
+            return min(2.0, 0.3 * self.times) * self.own_steps / self.steps
+        return self.times / (4 * self.steps)
 
     @property
     def marks(self) -> tuple[int, ...]:

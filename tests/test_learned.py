@@ -64,10 +64,11 @@ def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
 def _plan(epsilon, delta, n, layers, bounded):
     """What has to be in the ledger, written down a second time from the formula: (what, ε_range, μ, run)."""
     mu = curves.gaussian_mu(epsilon, delta)
-    times = max(5, min(20, round(n * mu / 30)))
+    times = max(5, min(14, round(n * mu / 30)))
     steps = min(100, times * max(1, 2 * layers - 1))
-    rate = min(1.0, 10 / steps)
-    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.1, 0.2, 0.35, 0.5)}) if layers > 1 else []
+    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.15, 0.4)}) if layers > 1 else []
+    looks = (2 if layers else 1) + 2 / 3 * (len(marks) + 1) + (0 if bounded else 1 / 3)
+    rate = min(1.0, (10 - looks) / steps)
     length = mu * math.sqrt((0.06 if layers > 1 else 0.02) / (len(marks) + 1))
 
     def choice(what, cost):
@@ -114,7 +115,7 @@ def test_the_parts_leave_most_for_the_directions(n, layers):
     rule = Rule(EPSILON, DELTA, n, layers, bounded=False)
     spent = sum(min(e.mu, curves.bounded_range_mu(e.epsilon_range)) ** 2 for _, e in rule.queries())
     assert spent < 0.27 * rule.mu**2
-    assert rule.sample_rate * rule.steps <= 10 + 1e-9
+    assert rule.passes <= 10 + 1e-9
     assert 5 <= rule.steps <= 100
 
 
@@ -234,7 +235,6 @@ def test_every_part_is_charged_before_it_is_drawn(monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ({}, {"delta": 0.0}, "delta must be greater than 0 where no radius is given"),
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"views": lambda x: [x, -x]}, "views have no part"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
@@ -259,6 +259,12 @@ def test_refused(engine, options, message):
     with pytest.raises(ValueError, match=message):
         _released(_line(), **{"loader": loader, "engine": engine, **options})
     assert engine.accountant.releases == []
+
+
+def test_they_need_a_delta():
+    books = ExpMQuadEngine().books()
+    with pytest.raises(ValueError, match="delta must be greater than 0 for learned rounds"):
+        LearnedRounds(_loader(), Measurement(Sparse(seed=0), None), EPSILON, 0.0, books)
 
 
 def test_several_ranks_are_refused():
@@ -472,7 +478,7 @@ def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
         mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
         parts.walk(mean).module()
         norms = looks.gradient_norms(parts.bench, parts.loader)
-        parts.questions.quantile("bound", norms, 0.75, parts.rule.bound_mu, learned._UNITS)
+        parts.questions.quantile("bound", norms, 0.75, curves.bounded_range_within(parts.rule.bound_mu), learned._UNITS)
     for kind, mu in (("choice", parts.rule.length_mu), ("quantile", parts.rule.bound_mu)):
         one, other = logits[kind]
         law = [v - np.logaddexp.reduce(v) for v in (one, other)]

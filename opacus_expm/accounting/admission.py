@@ -63,7 +63,7 @@ class Admission:
 
 
 def _within(event: Cost, planned: Cost) -> bool:
-    """Whether an event costs no more than was planned: neither in range nor in μ, its own or that of its range.
+    """Whether an event costs no more than was planned: not in range, nor in pure ε, nor in μ, its own or that of its range.
 
     An event that consists of DP-SGD steps has to consist of those that were planned.
     """
@@ -72,4 +72,5 @@ def _within(event: Cost, planned: Cost) -> bool:
     slack = 1 + 1e-9
     mu = min(event.mu, curves.bounded_range_mu(event.epsilon_range))
     cheap = event.epsilon_range <= planned.epsilon_range * slack and mu <= planned.mu * slack
+    cheap = cheap and event.epsilon_pure <= planned.epsilon_pure * slack
     return cheap and event.failure_probability <= planned.failure_probability

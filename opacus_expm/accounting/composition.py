@@ -3,7 +3,8 @@
 An event, which is called a release here whatever its kind, is given by (ε_range, μ), one of which may be infinite. A run of
 DP-SGD steps is given by Opacus's (noise_multiplier, sample_rate, steps). Valid totals at δ:
 
-* ``pure``: Σ ε_range; DP-SGD steps add Opacus's own ε(δ) (basic composition).
+* ``pure``: Σ of the pure ε, which is ε_range, or half of it for a draw whose loss lies in [−ε, ε]; DP-SGD steps add
+  Opacus's own ε(δ) (basic composition).
 * ``exact``: for a single release, the closed (ε, δ) curve of bounded-range mechanisms.
 * ``basic``: one release at δ by its own curve, the others pure.
 * ``gdp``: Gaussian composition √Σμ² of releases, μ being the release's own or that of its range
@@ -77,7 +78,7 @@ def total_epsilon(events: Sequence[Cost], steps: Sequence[Steps], delta: float) 
     failure = math.fsum(e.failure_probability for e in events)
     events, steps = with_runs(events, steps)
     if failure > 0:
-        pure = math.fsum(e.epsilon_range for e in events)
+        pure = math.fsum(e.epsilon_pure for e in events)
         candidates = [Total(pure, "pure")] if not steps and failure_delta(pure, failure) <= delta else []
         extra = failure_delta(exact_total(events, steps, delta / 2).epsilon, failure)
         if extra <= delta / 2:  # ε at δ − extra is at most ε at δ/2, which extra was computed for
@@ -134,14 +135,14 @@ def failure_delta(epsilon: float, failure: float) -> float:
 def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ if every draw were exact."""
     events, steps = with_runs(events, steps)
-    pure = math.fsum(e.epsilon_range for e in events)
+    pure = math.fsum(e.epsilon_pure for e in events)
     candidates = [Total(pure, "pure")] if not steps and pure < math.inf else []
     if delta > 0:
         candidates.append(Total(_rdp_epsilon(events, steps, delta), "rdp"))
         if steps and events:
             candidates.append(Total(pure + _steps_epsilon(steps, delta), "pure"))
         if len(events) == 1 and not steps:
-            candidates.append(Total(curves.bounded_range_epsilon(pure, delta), "exact"))
+            candidates.append(Total(curves.bounded_range_epsilon(events[0].epsilon_range, delta), "exact"))
         if len(events) > 1 and not steps:
             candidates.append(Total(_basic_epsilon(events, delta), "basic"))
         if events and not steps:
@@ -152,10 +153,10 @@ def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) ->
 
 
 def _basic_epsilon(events: Sequence[Cost], delta: float) -> float:
-    """Basic composition: the event that gains most from δ counts by its own curve, and the others by their ranges."""
-    gains = [(e.epsilon_range - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
+    """Basic composition: the event that gains most from δ counts by its own curve, and the others by their pure ε."""
+    gains = [(e.epsilon_pure - _single_epsilon(e, delta), i) for i, e in enumerate(events)]
     chosen = max(gains)[1]
-    others = math.fsum(e.epsilon_range for i, e in enumerate(events) if i != chosen)
+    others = math.fsum(e.epsilon_pure for i, e in enumerate(events) if i != chosen)
     return others + _single_epsilon(events[chosen], delta)
 
 

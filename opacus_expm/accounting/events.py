@@ -45,6 +45,10 @@ class Cost(Protocol):
         """Length of the interval that contains the privacy loss, possibly infinite."""
 
     @property
+    def epsilon_pure(self) -> float:
+        """ε of pure differential privacy, possibly infinite: the range, or half of it where that is known."""
+
+    @property
     def mu(self) -> float:
         """Parameter of Gaussian differential privacy, possibly infinite."""
 
@@ -98,12 +102,18 @@ class Event(Cost, Protocol):
 
 @dataclass(frozen=True)
 class PlannedEvent:
-    """What an event that is not yet calibrated may cost."""
+    """What an event that is not yet calibrated may cost; ``pure`` as in ``Query``."""
 
     epsilon_range: float
     mu: float = math.inf
     failure_probability: float = 0.0
     runs: tuple[Steps, ...] = ()
+    pure: float | None = None
+
+    @property
+    def epsilon_pure(self) -> float:
+        """The pure ε that is stated, or the range."""
+        return self.epsilon_range if self.pure is None else self.pure
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,11 @@ class Release:
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
     @property
+    def epsilon_pure(self) -> float:
+        """The range: the privacy loss has both signs."""
+        return self.epsilon_range
+
+    @property
     def flaw(self) -> str | None:
         """Why ε does not cover this release: its bounds or its sampler. None where it does."""
         if self.bounds == "paper":
@@ -259,6 +274,11 @@ class Purchase:
         """The ε that was asked for, which is what the purchase costs."""
         return self.epsilon_range
 
+    @property
+    def epsilon_pure(self) -> float:
+        """The same."""
+        return self.epsilon_range
+
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain JSON values."""
         return _plain(dataclasses.asdict(self))
@@ -288,6 +308,8 @@ class Query:
         number: which query of its kind in the plan, counted from 1.
         adjacency: ``"add_remove"`` or ``"replace_one"``; a run is for the first.
         noise: ``"system"`` or ``"given"``, as in ``Release``.
+        pure: ε of a draw whose privacy loss lies in [−ε, ε] and in no shorter interval, so that its range is 2ε; None where
+            the range is the pure ε. Ledgers that were written before there were such draws have None.
     """
 
     what: str
@@ -300,6 +322,7 @@ class Query:
     number: int = 1
     adjacency: str = "add_remove"
     noise: str = "system"
+    pure: float | None = None
 
     kind = "query"
     failure_probability = 0.0
@@ -323,6 +346,13 @@ class Query:
                 raise ValueError("a run of sampled sums is counted under add_remove, and by its steps alone")
         elif self.epsilon_range == self.mu == math.inf:
             raise ValueError("epsilon_range, mu or run must be given: a query has a cost")
+        if self.pure is not None and _check.positive("pure", self.pure) * 2 != self.epsilon_range:
+            raise ValueError(f"epsilon_range must be 2·pure where pure is given, got {self.epsilon_range!r}")
+
+    @property
+    def epsilon_pure(self) -> float:
+        """The pure ε that is stated, or the range."""
+        return self.epsilon_range if self.pure is None else self.pure
 
     @property
     def runs(self) -> tuple[Steps, ...]:
@@ -341,7 +371,7 @@ class Query:
         Raises:
             ValueError: there are missing or unknown facts, or values that no query can have.
         """
-        return _read(cls, facts, later=())
+        return _read(cls, facts, later={"pure"})
 
 
 # Every kind of event that a ledger may hold, by name.

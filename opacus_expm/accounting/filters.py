@@ -36,9 +36,9 @@ class BudgetExceeded(ValueError):
 class Filter:
     """A budget (ε, δ), declared before the first event, that adaptively chosen events may use up.
 
-    An event passes if afterwards at least one of these conditions holds: Σ ε_range ≤ ε; for one of a fixed set of Rényi
-    orders, the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid filter (for
-    pure budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022).
+    An event passes if afterwards at least one of these conditions holds: the pure ε add up to at most ε; for one of a fixed
+    set of Rényi orders, the composed divergence converts to at most ε; or √Σμ² converts to at most ε. Each alone is a valid
+    filter (for pure budgets: Rogers, Roth, Ullman, Vadhan 2016; Rényi: Feldman, Zrnic 2021; Gaussian: Smith, Thakurta 2022).
 
     **Their union** is valid when δ is shared among those that need one. Let P and Q be the laws of all outputs on two
     neighbouring data sets, for someone who chooses each event after seeing the outputs before it. Which conditions hold at
@@ -76,7 +76,7 @@ class Filter:
             return True
         if failure > self.delta * _FAILURE_SHARE:
             return False
-        if not steps and math.fsum(e.epsilon_range for e in events) <= slack:
+        if not steps and math.fsum(e.epsilon_pure for e in events) <= slack:
             return True
         if self.delta == 0:
             return False
@@ -93,10 +93,10 @@ class Filter:
         return math.isfinite(mu) and curves.gaussian_delta(mu, self.epsilon) <= share
 
     def admits_pure(self, events: Sequence[Cost], steps: Sequence[Steps]) -> bool:
-        """Whether these events together are within the budget by their ranges, without any part of δ."""
+        """Whether these events together are within the budget by their pure ε, without any part of δ."""
         if steps or any(e.runs or e.failure_probability for e in events):
             return False
-        return math.fsum(e.epsilon_range for e in events) <= self.epsilon * (1 + 1e-12)
+        return math.fsum(e.epsilon_pure for e in events) <= self.epsilon * (1 + 1e-12)
 
     def admits_total(self, plan: Sequence[Cost]) -> bool:
         """Whether a plan that comes first is within the budget by its total."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.criteria import Criterion
+from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.symmetric import SymmetricSum
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Sensitivity
 
@@ -39,6 +40,14 @@ class RowSource(Protocol):
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, …) and a function from cotangents (B, r, …) to rows (B, r, k)."""
+
+
+@runtime_checkable
+class GradientSource(Protocol):
+    """A way to find gradients without rows."""
+
+    def outputs_and_gradients(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor, int], RecordGradients]]:
+        """Outputs (B, …) and a function from a cotangent (B, …) and a number of records to their gradients."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +238,20 @@ def record_quadratics(
     return _finite_only(g[:count], None if b is None else b[:count], parallel=parallel)
 
 
+def record_gradients(
+    source: RowSource, criterion: Criterion, inputs: Any, targets: Tensor, pad_to: int | None
+) -> RecordGradients:
+    """Each record's gradient alone, by one backward pass; without rows where the source can do that."""
+    count = len(targets)
+    inputs, targets = padded(inputs, targets, pad_to)
+    if isinstance(source, GradientSource):
+        outputs, gradients = source.outputs_and_gradients(inputs)
+        return gradients(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype), count)
+    outputs, pullback = source.outputs_and_pullback(inputs)
+    rows = pullback(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype)[:, None])[:, 0]
+    return RecordGradients(count, (), rows, rows.shape[1])
+
+
 def padded(inputs: Any, targets: Tensor, pad_to: int | None) -> tuple[Any, Tensor]:
     """A batch filled up with copies of its records to a public number of them, so that all are rounded alike."""
     count = len(targets)
@@ -338,6 +361,12 @@ class ClippedAdder:
             self._s.add(b)
             self._rank = max(self._rank, min(records.factors.shape[1:]))
         self._parallel = self._parallel and records.parallel
+
+    def add_gradients(self, records: RecordGradients) -> None:
+        """Add one batch of records without curvature."""
+        g = records.summed(lambda norms: _clip(norms, self._bounds[0]))
+        self._g = g if self._g is None else self._g + g
+        self._parallel = False
 
     def result(self) -> ClippedSums:
         """The sums G and S of all batches that were added so far."""

@@ -1,8 +1,9 @@
 """Second moments of what a model's layers get and give back: the Kronecker factors of a metric.
 
 For a record and a layer, let a be the layer's inputs (positions × inputs, with a constant 1 for the bias) and b the
-gradients at its outputs for a random cotangent Mz of the model's outputs, MMᵀ = ∇²_f ℓ and z ~ N(0, I). Both are divided by
-their Frobenius norms, so that the record's
+gradients at its outputs for a random cotangent Mz of the model's outputs, MMᵀ = ∇²_f ℓ and z ~ N(0, I). Where there are more
+than four positions, four sums of all of them with random signs take their place: aᵀa is the same in the mean, and costs no
+more than that of a layer with four positions. Both are divided by their Frobenius norms, so that the record's
 
     A_i = aᵀa / |a|²    and    B_i = bᵀb / |b|²
 
@@ -32,6 +33,7 @@ from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import Block
 
+_COMBINATIONS = 4  # of a record's positions
 _MARGIN = 1 - 1e-6  # for the rounding of a norm
 
 
@@ -79,7 +81,7 @@ def factor_sums(
     pad_to: int | None,
     random: np.random.Generator,
 ) -> FactorSums:
-    """The factors of one pass over records; ``random`` gives the cotangents' z.
+    """The factors of one pass over records; ``random`` gives the cotangents' z and the signs.
 
     **Privacy:** the result is private where the records are; its sensitivity is in the module docstring.
     """
@@ -105,14 +107,22 @@ def factor_sums(
                 a = a[..., :0]
             if block.bias is not None:
                 a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
-            a, b = a[:count].double(), b[:count].double()
-            gradient = torch.bmm(b.transpose(1, 2), a)
-            found[:, i] = gradient.square().sum((1, 2)).nan_to_num(0.0, 0.0, 0.0).cpu()
+            squares = torch.bmm(b.transpose(1, 2), a).double().square().sum((1, 2))
+            found[:, i] = squares[:count].nan_to_num(0.0, 0.0, 0.0).cpu()
             for total, values in ((first[i], a), (second[i], b)):
-                unit = _unit(values).flatten(0, 1)
+                unit = _unit(_combined(values, random)[:count].double()).flatten(0, 1)
                 total += (unit.T @ unit).cpu()
         traces.append(found)
     return FactorSums(first, second, torch.cat(traces))
+
+
+def _combined(values: Tensor, random: np.random.Generator) -> Tensor:
+    """Many positions as a few sums of all of them with random signs, whose second moments are the same in the mean."""
+    records, places, _ = values.shape
+    if places <= _COMBINATIONS:
+        return values
+    signs = random.integers(0, 2, (records, _COMBINATIONS, places), dtype=np.int8) * 2 - 1
+    return torch.bmm(torch.from_numpy(signs).to(values), values)
 
 
 def _unit(values: Tensor) -> Tensor:

@@ -30,12 +30,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, jvp
 from torch.utils import _pytree as pytree
 
+from opacus_expm.gathering.gradients import Factored, RecordGradients
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule, is_matrix, positions
 from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
 from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.metric import MetricMap
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
 
@@ -191,6 +193,62 @@ class ProjectedGradSampleModule(GradSampleModule):
         cotangent = torch.randn(outputs.shape[1:], generator=torch.Generator().manual_seed(2)).to(outputs)
         return [pullback(cotangent.expand_as(outputs)[:, None])]
 
+    def outputs_and_gradients(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor, int], RecordGradients]]:
+        """Run the model once on a batch; the function then turns one cotangent (B, …) into the first records' gradients.
+
+        **Privacy:** both hold private values of the batch.
+        """
+        outputs, calls = self._forward(inputs)
+        return outputs.detach(), lambda cotangent, count: self._gradients(outputs, calls, cotangent, count)
+
+    @torch.no_grad()
+    def _gradients(self, outputs: Tensor, calls: list[_Call], cotangent: Tensor, count: int) -> RecordGradients:
+        """By one backward pass; layers whose factors say enough have no rows."""
+        projection, batch = self._places.projection, len(outputs)
+        by_layer = self._by_layer(calls)
+        backprops = torch.autograd.grad(outputs, [c.edge for c in calls], cotangent, allow_unused=True) if calls else ()
+        factored: list[Factored] = []
+        rows: Tensor | None = None
+        for layer, at in by_layer.items():
+            found, activations = [backprops[i] for i in at], [calls[i].activation for i in at]
+            if all(b is None for b in found):
+                continue
+            self._check_batch(layer, activations, found, batch)
+            if (factors := self._factors(layer, activations, found)) is not None:
+                factored.append(factors)
+                continue
+            if rows is None:
+                rows = outputs.new_zeros(batch, projection.width)
+            self._rule(layer, activations, 1)(rows, found)
+        if rows is None and not factored:
+            rows = outputs.new_zeros(batch, projection.width)
+        return RecordGradients(count, factored, None if rows is None else projection.finish(rows), projection.dim)
+
+    def _factors(
+        self, layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]
+    ) -> Factored | None:
+        """The layer's gradients by their factors, where the map is a metric and they cost less than rows."""
+        projection, starts = self._places.projection, self._places.starts
+        if not (isinstance(projection, MetricMap) and isinstance(layer, nn.Linear) and is_matrix(layer)):
+            return None
+        if layer.weight not in starts:
+            return None
+        a, b = positions(layer, activations, backprops)
+        place = starts.get(layer.bias) if layer.bias is not None else None
+        if (found := projection.factors(starts[layer.weight], place, a)) is None:
+            return None
+        block, in_metric, k_b = found
+        return Factored(block, in_metric, b @ k_b.to(b))
+
+    def _by_layer(self, calls: list[_Call]) -> dict[nn.Module, list[int]]:
+        """The calls of each layer, by number; refuses inputs that were changed."""
+        found: dict[nn.Module, list[int]] = {}
+        for i, layer_call in enumerate(calls):
+            if layer_call.activation._version != layer_call.version:
+                raise HooksCannotServe(f"the input of layer {self._name(layer_call.layer)} is changed in place")
+            found.setdefault(layer_call.layer, []).append(i)
+        return found
+
     @torch.no_grad()
     def _pull_back(self, outputs: Tensor, calls: list[_Call], cotangents: Tensor) -> Tensor:
         """Rows for every cotangent: one backward pass each, on the one graph."""
@@ -198,12 +256,7 @@ class ProjectedGradSampleModule(GradSampleModule):
         # Row-major in r, so that each row's block is contiguous.
         projection = self._places.projection
         rows = outputs.new_zeros(count, batch, projection.width)
-        for layer_call in calls:
-            if layer_call.activation._version != layer_call.version:
-                raise HooksCannotServe(f"the input of layer {self._name(layer_call.layer)} is changed in place")
-        by_layer: dict[nn.Module, list[int]] = {}
-        for i, layer_call in enumerate(calls):
-            by_layer.setdefault(layer_call.layer, []).append(i)
+        by_layer = self._by_layer(calls)
         rules = {layer: self._rule(layer, [calls[i].activation for i in at], count) for layer, at in by_layer.items()}
         edges = [layer_call.edge for layer_call in calls]
         if not calls:  # no layer was called: hooks see nothing

@@ -76,10 +76,7 @@ def gradient_norms(bench: Workbench, loader: DataLoader[Any]) -> Array:
 
     def once() -> Array:
         pad_to = bench.pieces.padded(loader)
-        found = [
-            bench.quadratics(inputs, targets, curvature=False, pad_to=pad_to).gradient_norms
-            for inputs, targets in bench.begin(loader, "loader")
-        ]
+        found = [bench.gradients(inputs, targets, pad_to).norms for inputs, targets in bench.begin(loader, "loader")]
         return torch.cat(found).cpu().numpy()
 
     return bench.in_memory(once, loader, "loader")

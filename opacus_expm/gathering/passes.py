@@ -28,11 +28,13 @@ from opacus_expm.gathering.clipping import (
     ClippingBounds,
     RecordQuadratics,
     RowSource,
+    record_gradients,
     record_quadratics,
 )
 from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
+from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
@@ -285,6 +287,10 @@ class Workbench:
             pad_to=pad_to,
         )
 
+    def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:
+        """The gradients of the records in a piece of a batch."""
+        return record_gradients(*self.prepared, inputs, targets, pad_to)
+
     def blocks(self) -> dict[nn.Module, Block]:
         """The layers of the working copy that are matrices, which a metric can have factors for."""
         return blocks_of(self._working, self.layout)
@@ -386,15 +392,23 @@ class Pass(PrivateValues):
         """Add pieces of batches that are on the model's device."""
         curvature = self._bounds.max_curvature > 0
         for inputs, targets in stream:
-            self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=curvature, pad_to=self._pad_to)])
+            if curvature:
+                self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=True, pad_to=self._pad_to)])
+            else:
+                self._total.add_gradients(self._bench.gradients(inputs, targets, self._pad_to))
+                self._visited(len(targets))
 
     def add_quadratics(self, found: Iterable[RecordQuadratics]) -> None:
         """Add records whose quadratics were computed before."""
         for records in found:
             self._total.add(records)
-            self.records += len(records.gradients)
-            if self._file is not None:
-                self._file.add(self._total, len(records.gradients))
+            self._visited(len(records.gradients))
+
+    def _visited(self, count: int) -> None:
+        """Note that records were added."""
+        self.records += count
+        if self._file is not None:
+            self._file.add(self._total, count)
 
     def sums(self) -> ClippedSums:
         """The sums so far, of this rank's records."""

@@ -1,4 +1,4 @@
-"""The exponential mechanism over finitely many candidates, and sums with Gaussian noise."""
+"""The exponential mechanism over finitely many candidates, and the noise of sums."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def chosen(logits: Array, uniforms: Uniforms) -> int:
     cumulative = np.cumsum(np.exp(logits[order] - logits[order[-1]]))
     place = np.searchsorted(cumulative, uniforms.random(1)[0] * cumulative[-1], side="right")
     return int(order[min(place, logits.size - 1)])
+
+
+def isotropic_noise(dim: int, generator: np.random.Generator) -> Array:
+    """A vector z in k dimensions with density proportional to e^{−|z|}: a uniform direction, and |z| of the law Gamma(k).
+
+    In polar coordinates the density of r = |z| is proportional to r^{k−1}e^{−r}. Added with factor C/ε to a sum in which a
+    record's share has norm at most C, it makes the sum ε-DP: the log density at x, −(ε/C)|x − G| up to a constant, moves by
+    at most ε where G moves by C, by the triangle inequality. (The K-norm mechanism of Hardt and Talwar, STOC 2010, for the
+    Euclidean ball.) Both ends of [−ε, ε] are reached, so its range is 2ε.
+    """
+    normal = generator.standard_normal(dim)
+    return np.asarray(normal * (generator.standard_gamma(dim) / np.linalg.norm(normal)))
 
 
 def symmetric_noise(dim: int, generator: np.random.Generator) -> Array:

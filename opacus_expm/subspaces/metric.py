@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Array, LinearRows, Projection, PublicRows, table
+from opacus_expm.subspaces.base import Array, Projection, PublicRows, table
 from opacus_expm.subspaces.layout import Layout
 
 
@@ -148,24 +148,22 @@ class MetricMap:
         """Through the dense table."""
         self.add_projected(out, table(values, index, count), start)
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
-        """The factors are applied to inputs and output gradients, before their product, where positions are few.
+    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+        """No faster way to rows; ``factors`` need none."""
 
-        A gradient Σ b⊗[a 1] becomes Σ (K_B b)⊗(K_A [a 1]): d_in² products for a position instead of for an output.
-        """
-        found = [(b, k) for b, k in zip(self.blocks, self.roots, strict=True) if b.weight == weight]
-        if not found or inputs.shape[1] >= shape[0]:
+    def factors(self, weight: int, bias: int | None, inputs: Tensor) -> tuple[Block, Tensor, Tensor] | None:
+        """The layer with these places, its inputs a (B, positions, …) as K_A [a 1], and K_B; None where rows cost less."""
+        found = [(b, k) for b, k in zip(self.blocks, self.roots, strict=True) if (b.weight, b.bias) == (weight, bias)]
+        if not found:
             return None
         block, (k_a, k_b) = found[0]
+        places = inputs.shape[1]
+        if places > 1 and places * (block.outputs + block.inputs) > block.outputs * block.inputs:
+            return None
         a = inputs @ k_a[: block.inputs].to(inputs)
         if block.bias is not None:
             a = a + k_a[-1].to(inputs)
-
-        def add(out: Tensor, backprops: Tensor) -> None:
-            b = backprops @ k_b.to(backprops)
-            block.add(out, torch.bmm(b.transpose(1, 2), a))
-
-        return add
+        return block, a, k_b
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""

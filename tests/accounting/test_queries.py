@@ -174,3 +174,55 @@ def test_a_plan_that_does_not_fit_is_refused_as_a_whole(budget):
     with pytest.raises(BudgetExceeded):
         accountant.admit([RULE.charges()], 1.0, DELTA)
     assert len(accountant.releases) == 0
+
+
+# --- draws whose pure ε is half of their range -----------------------------------------------------------------------
+
+DRAW = Query(**{**FACTS, "what": "direction"}, epsilon_range=0.2, pure=0.1)
+
+
+def test_pure_counts_at_delta_zero_and_the_range_at_others():
+    assert total_epsilon([DRAW] * 3, [], 0.0).epsilon == pytest.approx(0.3, rel=1e-15)
+    assert total_epsilon([DRAW], [], DELTA).epsilon <= 0.1
+    found = total_epsilon([DRAW] * 400, [], DELTA)
+    assert found.method != "pure"
+    assert found.epsilon == total_epsilon([PlannedEvent(0.2)] * 400, [], DELTA).epsilon
+
+
+def test_the_total_of_laplace_noise_is_no_less_than_its_exact_curve():
+    """Noise of scale 1/ε: δ(ε′) = 1 − e^{(ε′−ε)/2} for one draw. The curve of a range ε would be below it."""
+    one = Query(**FACTS, epsilon_range=2.0, pure=1.0)
+    for delta in (1e-3, 0.05, 0.2):
+        exact = 1 + 2 * math.log1p(-delta)
+        assert total_epsilon([one], [], delta).epsilon >= exact
+        assert total_epsilon([PlannedEvent(1.0)], [], delta).epsilon < exact
+
+
+def test_a_pure_draw_through_facts_and_from_before():
+    facts = json.loads(json.dumps(DRAW.to_dict()))
+    assert event_from_dict(facts) == DRAW
+    old = {name: fact for name, fact in QUERIES[1].to_dict().items() if name != "pure"}
+    assert event_from_dict(old) == QUERIES[1]
+    assert QUERIES[1].epsilon_pure == QUERIES[1].epsilon_range
+
+
+@pytest.mark.parametrize("change", [{"epsilon_range": 0.15}, {"epsilon_range": math.inf, "mu": 1.0}, {"pure": -0.1}])
+def test_a_pure_epsilon_is_half_of_the_range(change):
+    with pytest.raises(ValueError, match=r"2·pure|pure must be"):
+        dataclasses.replace(DRAW, **change)
+
+
+def test_budgets_and_plans_count_the_pure_epsilon():
+    accountant = ExpMAccountant(budget=(0.3, 0.0))
+    for _ in range(3):
+        accountant.record(DRAW)
+    with pytest.raises(BudgetExceeded):
+        accountant.record(DRAW)
+    planned = PlannedEvent(0.2, pure=0.1)
+    accountant = ExpMAccountant(budget=(0.3, 0.0))
+    admission = accountant.admit([[planned, planned]], 0.2, 0.0)
+    with pytest.raises(BudgetExceeded):  # as much in range, and more in pure ε
+        accountant.record(Query(**FACTS, epsilon_range=0.35), admission=admission)
+    accountant.record(DRAW, admission=admission)
+    accountant.record(DRAW, admission=admission)
+    assert accountant.get_epsilon(0.0) == pytest.approx(0.2, rel=1e-15)

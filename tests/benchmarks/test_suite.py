@@ -102,12 +102,13 @@ def test_unknown_tasks_are_named(tmp_path, capsys):
 
 
 def test_passes_are_counted_from_the_formula():
-    """Written out: a metric, a bound and a choice, ten passes of directions, five lengths, and a bound of the losses."""
-    assert ours.passes(Rule(1.0, 1e-5, 2000, 1, True)) == pytest.approx(3 + 10)
-    assert ours.passes(Rule(1.0, 1e-5, 2000, 3, True)) == pytest.approx(3 + 10 + 10 / 3)
-    assert ours.passes(Rule(1.0, 1e-5, 2000, 3, False)) == pytest.approx(3 + 10 + 10 / 3 + 1 / 3)
-    assert ours.passes(Rule(0.1, 1e-5, 2000, 1, True)) == pytest.approx(3 + 5)
-    assert ours.passes(Rule(1.0, 1e-5, 2000, 0, True)) == pytest.approx(2 + 10)
+    """Written out: a metric, a bound, a choice between two places, three lengths, a bound of the losses, and directions."""
+    assert Rule(1.0, 1e-5, 2000, 1, True).looking == pytest.approx(2 + 2 / 3)
+    assert Rule(1.0, 1e-5, 2000, 3, True).looking == pytest.approx(2 + 2 / 3 + 3 * 2 / 3)
+    assert Rule(1.0, 1e-5, 2000, 3, False).looking == pytest.approx(2 + 2 / 3 + 3 * 2 / 3 + 1 / 3)
+    assert Rule(1.0, 1e-5, 2000, 0, True).looking == pytest.approx(1 + 2 / 3)
+    assert all(Rule(1.0, 1e-5, 2000, layers, False).passes == pytest.approx(10) for layers in range(6))
+    assert Rule(0.1, 1e-5, 2000, 1, True).passes == pytest.approx(2 + 2 / 3 + 5)
 
 
 def test_a_plan_with_two_prices_for_one_question_is_refused():
@@ -267,7 +268,7 @@ def check_plan(epsilon, delta, run):
     }
     for what, share in expected.items():
         assert found["shares"][what] == pytest.approx(share, rel=1e-9), what
-    assert run["passes"] == pytest.approx(ours.passes(rule))
+    assert run["passes"] == pytest.approx(rule.passes)
 
 
 @pytest.mark.parametrize("found", RESULTS, ids=[found["task"] for found in RESULTS])

@@ -85,7 +85,8 @@ def _twin(model, x, y, batch_size=4, pad_to=16, seed=3):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_against_the_twin(name):
+def test_against_the_twin(name, monkeypatch):
+    monkeypatch.setattr(factors, "_COMBINATIONS", 100)  # every position
     make, shape = MODELS[name]
     model, (x, y) = _seeded(make), _data(shape)
     found, _ = _found(model, x, y)
@@ -94,6 +95,18 @@ def test_against_the_twin(name):
         assert error(fast, slow) < 1e-5  # the margin is 2e-6
         assert torch.allclose(fast, fast.T)
     assert error(found.traces, traces) < 1e-6
+
+
+def test_sums_with_random_signs_have_the_same_second_moments():
+    """Of a record that comes often; sums without signs have others."""
+    one = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    many = one.expand(20_000, -1, -1)
+    found = factors._combined(many, np.random.default_rng(0))
+    assert found.shape == (20_000, 4, 3)
+    moments = torch.einsum("bri,brj->ij", found, found) / 80_000
+    assert error(moments, one.T @ one) < 0.02
+    plain = one.sum(0)
+    assert error(torch.outer(plain, plain), one.T @ one) > 0.5
 
 
 def test_the_mean_of_traces_is_that_of_the_gauss_newton_matrix():

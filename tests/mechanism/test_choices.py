@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from opacus_expm.mechanism.choices import chosen, symmetric_noise
+from opacus_expm.mechanism.choices import chosen, isotropic_noise, symmetric_noise
 
 
 class Fixed:
@@ -119,3 +119,36 @@ def test_another_variance_off_the_diagonal_is_rejected():
     assert _pvalue(whole) < 1e-6
     assert _pvalue(mean) > 1e-3
     assert _pvalue(mean / 2) < 1e-6
+
+
+# --- isotropic noise ------------------------------------------------------------------------------------------------
+
+
+def _radial(noise, shape, scale=1.0):
+    return stats.kstest(np.linalg.norm(noise, axis=1), stats.gamma(shape, scale=scale).cdf).pvalue
+
+
+@pytest.mark.parametrize("dim", [1, 2, 7])
+def test_isotropic_noise_has_a_radius_of_the_gamma_law_and_a_uniform_direction(dim):
+    random = np.random.default_rng(1)
+    noise = np.stack([isotropic_noise(dim, random) for _ in range(20_000)])
+    assert _radial(noise, dim) > 1e-3
+    for wrong in (dim - 1, dim + 1):  # the density of the radius without, or with another factor r
+        assert wrong == 0 or _radial(noise, wrong) < 1e-6
+    assert _radial(noise, dim, scale=0.5) < 1e-6
+    assert _radial(noise, dim, scale=0.95) < 1e-6
+    units = noise / np.linalg.norm(noise, axis=1, keepdims=True)
+    if dim == 1:
+        assert abs(units.mean()) < 0.03
+    else:  # a coordinate of a uniform direction: (1 + u)/2 has a beta law
+        law = stats.beta((dim - 1) / 2, (dim - 1) / 2)
+        assert all(stats.kstest((1 + u) / 2, law.cdf).pvalue > 1e-3 for u in units.T)
+        assert stats.kstest((1 + units[:, 0]) / 2, stats.beta(dim / 2, dim / 2).cdf).pvalue < 1e-6
+    assert abs(stats.spearmanr(np.linalg.norm(noise, axis=1), units[:, 0]).statistic) < 0.03
+
+
+def test_isotropic_noise_in_one_dimension_is_that_of_laplace():
+    random = np.random.default_rng(2)
+    noise = np.concatenate([isotropic_noise(1, random) for _ in range(20_000)])
+    assert stats.kstest(noise, "laplace").pvalue > 1e-3
+    assert stats.kstest(noise, "norm").pvalue < 1e-6

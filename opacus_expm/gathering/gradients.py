@@ -1,0 +1,91 @@
+"""Gradients of records in a metric, without a row for each where their factors say enough.
+
+The gradient of a layer that is a matrix is Σ over positions of b ⊗ a, and in a metric it is Σ (K_B b) ⊗ (K_A a). Its norm
+follows from products of positions with each other, |G|² = Σ_pq (a_p·a_q)(b_p·b_q), and a weighted sum over records is one
+product of two matrices. So clipped sums need one backward pass, and no (records × parameters) block for such a layer.
+Goodfellow (2015, https://arxiv.org/abs/1510.01799) has the norms, Bu et al. (2023, https://arxiv.org/abs/2210.00038) the
+sums.
+
+**Privacy:** the norm must be no less than that of what is added, whatever a record holds. Large terms of several positions
+may cancel, and products of positions then know their sum only up to the rounding of the terms. With M = Σ_p |a_p||b_p|,
+which is no less than |G|, float64 finds |G|² to within 1e-14·M² and adds G to within 1e-13·M (sums of up to a thousand
+terms), so that √(|G|² + 1e-12·M²) is a norm that is large enough. It is too large by at most 1e-6·M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from opacus_expm._private import PrivateValues
+from opacus_expm.subspaces.metric import Block
+
+_ROUNDING = 1e-12  # of a squared norm whose terms may cancel
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Factored(PrivateValues):
+    """Gradients of one layer, Σ over positions of outputs ⊗ inputs, both in the metric: (B, positions, …); private."""
+
+    block: Block
+    inputs: Tensor
+    outputs: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record, rounded up."""
+        a, b = self.inputs.double(), self.outputs.double()
+        sizes = a.square().sum(2) * b.square().sum(2)
+        if a.shape[1] == 1:
+            return sizes[:, 0]
+        found = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp(min=0)
+        return found + _ROUNDING * sizes.sqrt().sum(1).square()
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        kept = weights[:, None, None] != 0
+        b = torch.where(kept, self.outputs.double() * weights[:, None, None], 0.0).flatten(0, 1)
+        self.block.add(total, b.T @ torch.where(kept, self.inputs.double(), 0.0).flatten(0, 1))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RecordGradients(PrivateValues):
+    """The gradients of a batch's records; private.
+
+    Attributes:
+        count: of the records that are there; what follows them fills the batch up.
+        factored: layers whose factors are kept.
+        rows: (B, k) all others; None where there are none.
+        size: k.
+    """
+
+    count: int
+    factored: Sequence[Factored]
+    rows: Tensor | None
+    size: int
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """|g| of every record, float64; 0 for one that is not finite."""
+        parts = [part.squared_norms().sqrt() for part in self.factored]
+        if self.rows is not None:
+            parts.append(torch.linalg.vector_norm(self.rows.double(), dim=1))
+        norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        norms = norms[: self.count]
+        return torch.where(norms.isfinite(), norms, 0.0)
+
+    def summed(self, scales: Callable[[Tensor], Tensor]) -> Tensor:
+        """Σ_i w_i g_i in float64, with weights w from the norms; a record whose norm is 0 here counts nothing."""
+        weights = torch.where(self.norms > 0, scales(self.norms), 0.0)
+        padding = (self.factored[0].inputs if self.rows is None else self.rows).shape[0] - self.count
+        weights = torch.cat([weights, weights.new_zeros(padding)])
+        total = torch.zeros(self.size, dtype=torch.float64, device=weights.device)
+        if self.rows is not None:
+            kept = torch.where(weights[:, None] != 0, self.rows.double(), 0.0)
+            total += (kept * weights[:, None]).sum(0)
+        for part in self.factored:
+            part.add(total, weights)
+        return total

@@ -1,0 +1,135 @@
+"""Gradients by their factors against rows, and records that try to look smaller than they are."""
+
+import math
+
+import pytest
+import torch
+from reference import error
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_expm.gathering import gradients as gradients_module
+from opacus_expm.gathering import looks
+from opacus_expm.gathering.clipping import ClippedAdder
+from opacus_expm.gathering.gradients import Factored, RecordGradients
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.subspaces.metric import Block, Metric
+from opacus_expm.subspaces.sparse import Sparse
+
+
+class Positions(nn.Module):
+    """A layer that acts at three positions, then one at a single position."""
+
+    def __init__(self):
+        super().__init__()
+        self.each, self.head = nn.Linear(9, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.each(x)).mean(1))
+
+
+class Shared(nn.Module):
+    """Two layers with one bias, which belongs to neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.second.bias = self.first.bias
+
+    def forward(self, x):
+        return self.first(x) + self.second(x.square())
+
+
+MODELS = {
+    "one layer": (lambda: nn.Linear(4, 2), (4,), 1),
+    "two layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)), (4,), 2),
+    "positions": (Positions, (3, 9), 2),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)), (1, 4), 1),
+    "a shared bias": (Shared, (4,), 0),
+    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 2),
+}
+
+
+def _bench(model):
+    generator = torch.Generator().manual_seed(1)
+    start = Workbench(model, Measurement(Sparse(seed=0), None, criterion=nn.MSELoss(), progress=False))
+
+    def root(size):
+        found = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        return found + found.T
+
+    blocks = tuple(start.blocks().values())
+    metric = Metric(blocks, tuple((root(b.width), root(b.outputs)) for b in blocks))
+    return Workbench(model, Measurement(metric, None, criterion=nn.MSELoss(), progress=False))
+
+
+def _prepared(name, count=6):
+    make, shape, factored = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make().double()
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = torch.randn(count, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    bench = _bench(model)
+    looks.prepare(bench, DataLoader(TensorDataset(x, y), batch_size=4))
+    return bench, x, y, factored
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_factors_and_rows_agree(name):
+    bench, x, y, factored = _prepared(name)
+    found = bench.gradients(x, y, pad_to=8)
+    rows = bench.quadratics(x, y, curvature=False, pad_to=8)
+    assert len(found.factored) == factored
+    assert error(found.norms, rows.gradient_norms) < 1e-11
+    for bound in (1e9, float(rows.gradient_norms.median())):
+        fast, slow = ClippedAdder(bound, 0.0), ClippedAdder(bound, 0.0)
+        fast.add_gradients(found)
+        slow.add(rows)
+        assert error(fast.result().gradient, slow.result().gradient) < 1e-10
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e200, -1e308])
+@pytest.mark.parametrize("name", ["one layer", "positions", "convolution"])
+def test_a_record_that_is_not_finite_counts_nothing(name, value):
+    bench, x, y, _ = _prepared(name)
+    x[2] = value
+    rest = [i for i in range(len(x)) if i != 2]
+    found, without = bench.gradients(x, y, pad_to=8), bench.gradients(x[rest], y[rest], pad_to=8)
+    assert float(found.norms[2]) == 0.0
+    assert error(found.summed(torch.ones_like), without.summed(torch.ones_like)) < 1e-12
+
+
+def _cancelling(size):
+    """Two positions whose large terms cancel, all but a part in 10⁸ (the square root of float64's precision)."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(200, 1, d, generator=generator, dtype=torch.float64) for d in (5, 3))
+    gap = torch.logspace(-9, -7, 200, dtype=torch.float64)[:, None, None]
+    inputs = torch.cat([a, a * (1 + gap)], dim=1) * size
+    return Factored(Block(3, 4, 0, 12), inputs, torch.cat([b, -b], dim=1))
+
+
+def _largest(part):
+    """The largest norm of a clipped gradient as it is added, for a bound of 1."""
+    found = []
+    for i in range(len(part.inputs)):
+        one = RecordGradients(1, [Factored(part.block, part.inputs[i : i + 1], part.outputs[i : i + 1])], None, 15)
+        found.append(float(one.summed(lambda norms: (1 / norms).clamp(max=1.0)).norm()))
+    return max(found)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e9, 1e12, 1e30])
+def test_terms_that_cancel_hide_nothing(size):
+    assert _largest(_cancelling(size)) <= 1.0
+
+
+def test_without_the_rounding_they_would(monkeypatch):
+    monkeypatch.setattr(gradients_module, "_ROUNDING", 0.0)
+    assert _largest(_cancelling(1e12)) > 2.0
+
+
+def test_private_values_are_not_shown():
+    bench, x, y, _ = _prepared("one layer")
+    found = bench.gradients(x, y, pad_to=8)
+    assert "tensor" not in repr(found) + repr(found.factored[0])
