@@ -115,6 +115,16 @@ class PureRule:
         lengths = _LENGTH_SHARE * self.epsilon * self.records / _RECORDS_TO_A_LENGTH
         return max(1, min(_MOST_ROUNDS, int(directions), int(lengths)))
 
+    @property
+    def passes(self) -> float:
+        """How often the records are gone through, in passes of a forward and a backward one, which count a third and two.
+
+        One for C, and a third for B where it is bought; one for each direction; and a third for every step on a menu and for
+        the place where it begins.
+        """
+        places = len(_OCTAVES) + len(_MULTIPLES) * (self.rounds - 1) + self.rounds
+        return 1 + (0 if self.bounded else 1 / 3) + self.rounds + places / 3
+
     def queries(self) -> list[tuple[str, PlannedEvent]]:
         """Everything that is going to be asked of the records, in order."""
         before = [("bound", PlannedEvent(self.bound_epsilon))]

@@ -7,11 +7,10 @@
 * ``non-private``: fine-tuned with Adam, without privacy.
 * ``ours``: ``ExpMQuadEngine().make_private_expm(model, loader, epsilon, delta=1e-5, criterion=...)`` and nothing else. There
   is no public data, nothing is chosen for the task, and all costs are charged.
+* ``pure``: the same call with δ = 0, a pure guarantee.
 * ``free``, ``charged``, ``untuned``: DP-SGD tuned for free, with its tuning charged, and as in Opacus's example; see
   ``benchmarks.suite.rivals``.
 * ``cited``, only where it is asked for: DP-SGD as ``benchmarks.accuracy`` has it, where ``free`` would take hours.
-
-Ours at δ = 0 is not in the suite: the engine has no learned rounds for a pure guarantee yet.
 
 Every finished run is a line of ``log.jsonl`` in the directory, and is not made again. What was asked for goes to
 ``TASK.json`` there, and from these files ``--report`` makes ``table.md`` and ``suite.png``; a run makes them at its end.

@@ -15,7 +15,7 @@ import benchmarks.suite
 from benchmarks.suite import ours, report, rivals
 from opacus_expm.experiments.journal import Facts, Journal, read_result, write_result
 
-METHODS = ("zero-shot", "non-private", "ours", "free", "charged", "untuned")
+METHODS = ("zero-shot", "non-private", "ours", "pure", "free", "charged", "untuned")
 WITHOUT_BUDGET = METHODS[:2]
 HERE = Path(__file__).parent
 
@@ -31,10 +31,11 @@ def one(name: str, method: str, epsilon: float | None, seed: int, log: Journal, 
         return (rivals.charged if method == "charged" else rivals.untuned)(name, epsilon, seed, log)
     if epsilon is not None and method == "cited":
         return ours.cited(name, epsilon, seed)
-    cell = {"task": name, "method": method, "epsilon": epsilon, "delta": rivals.DELTA, "seed": seed}
+    delta = 0.0 if method == "pure" else rivals.DELTA
+    cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
     if (found := log.get(cell)) is None:
         if epsilon is not None:
-            made = ours.ours(name, epsilon, seed)
+            made = (ours.pure if method == "pure" else ours.ours)(name, epsilon, seed)
         else:
             made = (ours.zero_shot if method == "zero-shot" else ours.without_privacy)(name, seed)
         found = log.put(cell, made)

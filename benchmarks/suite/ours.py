@@ -20,6 +20,7 @@ from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.pure import PureRule
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
@@ -77,28 +78,61 @@ def ours(name: str, epsilon: float, seed: int) -> Facts:
     }
 
 
+def pure(name: str, epsilon: float, seed: int) -> Facts:
+    """The same call with δ = 0."""
+    task = task_of(name, seed)
+    bench, bounded = _prepared(task)
+    rule = PureRule(epsilon, len(task.private), bench.layout.size, bounded)
+    engine = ExpMQuadEngine()
+    begin = time.process_time()
+    loader = DataLoader(task.private, batch_size=BATCH)
+    model = engine.make_private_expm(task.model, loader, epsilon, delta=0.0, criterion=task.criterion)
+    seconds = time.process_time() - begin
+    return {
+        "score": task.score(model),
+        "seconds": seconds,
+        "passes": rule.passes,
+        "charged": engine.get_epsilon(0.0),
+        "public": {"records": rule.records, "parameters": rule.parameters, "bounded": rule.bounded},
+        "plan": {"shares": shares([event for event in engine.accountant.releases if isinstance(event, Query)])},
+    }
+
+
 def rule_of(task: Task, epsilon: float) -> Rule:
     """The public formula, for the public numbers of a task."""
+    bench, bounded = _prepared(task)
+    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded)
+
+
+def _prepared(task: Task) -> tuple[Workbench, bool]:
+    """A workbench that has seen a batch, and whether the loss of guessing is known."""
     loader = DataLoader(task.private, batch_size=BATCH)
     bench = Workbench(task.model, Measurement(Sparse(seed=0), None, criterion=task.criterion, progress=False))
     outputs = looks.prepare(bench, loader)
-    bounded = bench.prepared[1].guessing(outputs) is not None
-    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded)
+    return bench, bench.prepared[1].guessing(outputs) is not None
 
 
 def plan(asked: list[Query]) -> Facts:
     """T, rate and σ of the directions and what every other question cost, as the ledger has it, not as the formula says."""
     [run] = [event.run for event in asked if event.run is not None]
-    shares: dict[str, Facts] = {}
-    for (what, facts), count in Counter(_share(event) for event in asked if event.run is None).items():
-        if what in shares:
+    others = [event for event in asked if event.run is None]
+    return {"steps": run[2], "sample_rate": run[1], "noise_multiplier": run[0], "shares": shares(others)}
+
+
+def shares(asked: list[Query]) -> Facts:
+    """How often every kind of question was asked, and its price, as the ledger has it."""
+    found: Facts = {}
+    for (what, facts), count in Counter(_share(event) for event in asked).items():
+        if what in found:
             raise ValueError(f"questions of one kind must cost the same, and {what!r} has several prices")
-        shares[what] = {"count": count, **json.loads(facts)}
-    return {"steps": run[2], "sample_rate": run[1], "noise_multiplier": run[0], "shares": shares}
+        found[what] = {"count": count, **json.loads(facts)}
+    return found
 
 
 def _share(event: Query) -> tuple[str, str]:
-    """What was asked, and its price: the range of a choice, or μ of a sum."""
+    """What was asked, and its price: ε of a pure draw, the range of a choice, or μ of a sum."""
+    if event.pure is not None:
+        return event.what, json.dumps({"pure": event.pure})
     by_range = event.epsilon_range < event.mu
     return event.what, json.dumps({"epsilon_range": event.epsilon_range} if by_range else {"mu": event.mu})
 

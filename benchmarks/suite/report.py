@@ -15,12 +15,12 @@ from opacus_expm.experiments.journal import Facts, read_result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ORDER = ("zero-shot", "non-private", "ours", "free", "cited", "charged", "untuned")
+ORDER = ("zero-shot", "non-private", "ours", "pure", "free", "cited", "charged", "untuned")
 TASKS = ("sine", "mnist", "mnist_far", "icu", "sms_head", "sms_lora", "cifar10_head")
 LEVEL = 0.3  # points of accuracy within which two methods are called level, if their standard error is not larger
 
 HEADINGS = (
-    *("task", "ε", "seeds", "zero-shot", "non-private", "ours, untuned", "DP-SGD, tuned for free"),
+    *("task", "ε", "seeds", "zero-shot", "non-private", "ours, untuned", "ours, δ = 0", "DP-SGD, tuned for free"),
     *("DP-SGD, tuning charged", "DP-SGD, untuned", "ours − tuned", "ours is", "passes", "seconds"),
 )
 
@@ -29,6 +29,7 @@ STYLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "zero-shot": ("zero-shot", {"color": "0.45", "linestyle": ":", "linewidth": 1.3}),
     "non-private": ("non-private", {"color": "0.15", "linestyle": (0, (8, 3)), "linewidth": 1.1}),
     "ours": ("ours, untuned", {"color": "#0b3c6f", "linestyle": "-", "marker": "o", "linewidth": 1.9}),
+    "pure": ("ours, δ = 0", {"color": "#4f8fc0", "linestyle": (0, (3, 1)), "marker": "D"}),
     "free": ("DP-SGD, tuned for free", {"color": "#e69f00", "linestyle": "--", "marker": "^"}),
     "charged": ("DP-SGD, tuning charged", {"color": "#b04a5a", "linestyle": "-.", "marker": "s"}),
     "untuned": ("DP-SGD, untuned", {"color": "0.55", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "x"}),
@@ -102,7 +103,7 @@ def line(found: Facts, epsilon: float) -> list[str]:
 
     def costs(fact: str) -> str:
         parts = []
-        for method in ("ours", best, "charged", "untuned"):
+        for method in ("ours", "pure", best, "charged", "untuned"):
             values = list(by_seed(found, method, epsilon, fact).values())
             mean = statistics.fmean(values) if values else math.nan
             parts.append("–" if math.isnan(mean) else f"{mean:.1f}" if mean < 9.95 else f"{mean:.0f}")
@@ -113,7 +114,7 @@ def line(found: Facts, epsilon: float) -> list[str]:
         found["task"].replace("_", " "),
         f"{epsilon:g}",
         str(len(by_seed(found, "ours", epsilon))),
-        *(score(method) for method in ("zero-shot", "non-private", "ours", best, "charged", "untuned")),
+        *(score(method) for method in ("zero-shot", "non-private", "ours", "pure", best, "charged", "untuned")),
         "–" if paired is None else paired.text(digits + 1, "+"),
         verdict(found, epsilon),
         costs("passes"),
@@ -171,7 +172,7 @@ def _panel(axes: Axes, found: Facts) -> None:
         means = [(e, mean_of(list(values.values()))) for e, values in points if values]
         if means:
             axes.errorbar(
-                [e * 1.07 ** (number - 3.5) for e, _ in means],
+                [e * 1.07 ** (number - 4) for e, _ in means],
                 [mean.value for _, mean in means],
                 [0.0 if math.isnan(mean.error) else mean.error for _, mean in means],
                 **{"label": label, "markersize": 5, "elinewidth": 0.8, "capsize": 2, "zorder": 3, **style},

@@ -196,7 +196,7 @@ class Release:
 
     @property
     def epsilon_pure(self) -> float:
-        """The range: the privacy loss has both signs."""
+        """The range."""
         return self.epsilon_range
 
     @property
@@ -274,10 +274,7 @@ class Purchase:
         """The ε that was asked for, which is what the purchase costs."""
         return self.epsilon_range
 
-    @property
-    def epsilon_pure(self) -> float:
-        """The same."""
-        return self.epsilon_range
+    epsilon_pure = epsilon
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain JSON values."""
@@ -308,8 +305,7 @@ class Query:
         number: which query of its kind in the plan, counted from 1.
         adjacency: ``"add_remove"`` or ``"replace_one"``; a run is for the first.
         noise: ``"system"`` or ``"given"``, as in ``Release``.
-        pure: ε of a draw whose privacy loss lies in [−ε, ε] and in no shorter interval, so that its range is 2ε; None where
-            the range is the pure ε. Ledgers that were written before there were such draws have None.
+        pure: ε of a draw whose privacy loss fills [−ε, ε], so that its range is 2ε; None where the range is the pure ε.
     """
 
     what: str

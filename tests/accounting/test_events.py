@@ -183,6 +183,8 @@ class Choice:
     def epsilon(self):
         return self.epsilon_range
 
+    epsilon_pure = epsilon
+
     def to_dict(self):
         return {
             "kind": self.kind,

@@ -16,6 +16,7 @@ from benchmarks.suite import ours, report, rivals
 from opacus_expm import tasks
 from opacus_expm.accounting.events import Query
 from opacus_expm.experiments.journal import read_result, write_result
+from opacus_expm.pure import PureRule
 from opacus_expm.rule import Rule
 
 ROOT = Path(__file__).parents[2]
@@ -63,19 +64,23 @@ def test_every_method_runs_once_and_is_kept(tiny, tmp_path, capsys):
     found = read_result(tmp_path / "icu.json")
     assert (found["task"], found["metric"], found["delta"]) == ("icu", "accuracy", 1e-5)
     kept = {(row["method"], row["epsilon"]): row["runs"] for row in found["rows"]}
-    both = [(method, epsilon) for method in ("ours", "free", "charged", "untuned") for epsilon in (1.0, 10.0)]
+    both = [(method, epsilon) for method in ("ours", "pure", "free", "charged", "untuned") for epsilon in (1.0, 10.0)]
     assert list(kept) == [("zero-shot", None), ("non-private", None), *both]
     assert all([run["seed"] for run in runs] == [0, 1] for runs in kept.values())
-    assert all(run["score"] > 85 for run in kept["ours", 10.0])
+    assert all(run["score"] > 85 for method in ("ours", "pure") for run in kept[method, 10.0])
     assert all(run["score"] > 90 for run in kept["non-private", None])
     assert all(0.9 * epsilon < run["charged"] <= epsilon for epsilon in (1.0, 10.0) for run in kept["ours", epsilon])
+    assert all(run["charged"] == pytest.approx(epsilon) for epsilon in (1.0, 10.0) for run in kept["pure", epsilon])
+    for epsilon in (1.0, 10.0):
+        check_pure_plan(epsilon, kept["pure", epsilon][0])
     assert report.table([found]) in capsys.readouterr().out
     assert (tmp_path / "suite.png").stat().st_size > 10_000
 
     # The call has a budget and a criterion, and nothing else.
-    assert len(tiny) == 4
+    assert len(tiny) == 8
     assert {epsilon for (_, _, epsilon), _ in tiny} == {1.0, 10.0}
-    assert all(set(options) == {"delta", "criterion"} and options["delta"] == 1e-5 for _, options in tiny)
+    assert all(set(options) == {"delta", "criterion"} for _, options in tiny)
+    assert sorted(options["delta"] for _, options in tiny) == [0.0] * 4 + [1e-5] * 4
 
     # Another process finds everything in the log, even where the results are gone.
     tiny.clear()
@@ -109,6 +114,13 @@ def test_passes_are_counted_from_the_formula():
     assert Rule(1.0, 1e-5, 2000, 0, True).looking == pytest.approx(1 + 2 / 3)
     assert all(Rule(1.0, 1e-5, 2000, layers, False).passes == pytest.approx(10) for layers in range(6))
     assert Rule(0.1, 1e-5, 2000, 1, True).passes == pytest.approx(2 + 2 / 3 + 5)
+
+
+def test_passes_of_pure_rounds_are_counted_from_the_formula():
+    """Written out: a bound, and a direction with ten steps and the start a round; four steps and the start in later ones."""
+    assert PureRule(0.1, 2000, 770, True).passes == pytest.approx(1 + 1 + 11 / 3)
+    assert PureRule(1.0, 2000, 22, False).passes == pytest.approx(1 + 1 / 3 + 2 + (11 + 5) / 3)
+    assert PureRule(10.0, 2000, 22, True).passes == pytest.approx(1 + 4 + (11 + 3 * 5) / 3)
 
 
 def test_a_plan_with_two_prices_for_one_question_is_refused():
@@ -199,7 +211,7 @@ def compared(row, heading, values, digits):
 
 def check_table(text, directory):
     """Every number of a table, from the JSON files without the report's own functions."""
-    columns = {"zero-shot": "zero-shot", "non-private": "non-private", "ours": "ours, untuned"}
+    columns = {"zero-shot": "zero-shot", "non-private": "non-private", "ours": "ours, untuned", "pure": "ours, δ = 0"}
     columns |= {"free": "DP-SGD, tuned for free", "charged": "DP-SGD, tuning charged", "untuned": "DP-SGD, untuned"}
     count = 0
     for row in parsed(text):
@@ -271,6 +283,19 @@ def check_plan(epsilon, delta, run):
     assert run["passes"] == pytest.approx(rule.passes)
 
 
+def check_pure_plan(epsilon, run):
+    """The same at δ = 0: the price of every question from records, parameters and ε."""
+    rule, expected = PureRule(epsilon, **run["public"]), {}
+    for what, event in rule.queries():
+        price = {"epsilon_range": event.epsilon_range} if event.pure is None else {"pure": event.pure}
+        expected[what] = {"count": expected.get(what, {"count": 0})["count"] + 1, **price}
+    assert run["plan"].keys() == {"shares"}
+    assert run["plan"]["shares"].keys() == expected.keys()
+    for what, share in expected.items():
+        assert run["plan"]["shares"][what] == pytest.approx(share, rel=1e-9), what
+    assert run["passes"] == pytest.approx(rule.passes)
+
+
 @pytest.mark.parametrize("found", RESULTS, ids=[found["task"] for found in RESULTS])
 def test_every_stored_plan_is_the_public_formula(found):
     """The same in every cell, from the number of records and layers, ε and δ alone; and no more than ε is charged."""
@@ -282,3 +307,25 @@ def test_every_stored_plan_is_the_public_formula(found):
     epsilon, run = runs[0]
     with pytest.raises(AssertionError):  # another budget has another plan
         check_plan(2 * epsilon, found["delta"], run)
+
+
+@pytest.mark.parametrize("found", RESULTS, ids=[found["task"] for found in RESULTS])
+def test_every_stored_pure_plan_is_the_public_formula(found):
+    runs = [(row["epsilon"], run) for row in found["rows"] if row["method"] == "pure" for run in row["runs"]]
+    for epsilon, run in runs:
+        check_pure_plan(epsilon, run)
+        assert run["charged"] == pytest.approx(epsilon, rel=1e-12)
+        with pytest.raises(AssertionError):
+            check_pure_plan(2 * epsilon, run)
+
+
+@pytest.mark.filterwarnings("ignore:with 300 records")  # n·ε is small
+def test_a_pure_run_of_the_suite_keeps_its_plan(tiny):
+    run = ours.pure("icu", 1.0, 0)
+    check_pure_plan(1.0, run)
+    assert run["charged"] == pytest.approx(1.0, rel=1e-12)
+    ((_, options),) = tiny
+    assert options.keys() == {"delta", "criterion"}
+    assert options["delta"] == 0.0
+    with pytest.raises(AssertionError):
+        check_pure_plan(2.0, run)

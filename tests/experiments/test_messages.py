@@ -8,11 +8,15 @@ import torch
 from test_datasets import REAL_DATA
 from test_downloads import put
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import tasks
 from opacus_expm.baselines import dp_sgd
 from opacus_expm.experiments import messages, optional
+from opacus_expm.gathering import looks
+from opacus_expm.gathering.measurement import Measurement
+from opacus_expm.gathering.passes import Workbench
+from opacus_expm.subspaces.sparse import Sparse
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -143,24 +147,50 @@ def test_adapters_start_as_the_head_alone_and_can_be_trained_privately(tmp_path)
     state = torch.get_rng_state()
     found = tasks.sms_lora(data_dir=tmp_path, records=50)
     assert torch.equal(torch.get_rng_state(), state)
-    assert [part.tensors[0].shape for part in parts(found)] == [(40, 2, 24), (50, 2, 24), (30, 2, 24)]
+    assert [part.tensors[0].shape for part in parts(found)] == [(40, 24, 385), (50, 24, 385), (30, 24, 385)]
     head = tasks.sms_head(data_dir=tmp_path, records=50)
     for ours, theirs in zip(parts(found), parts(head), strict=True):
         assert torch.equal(ours.tensors[1], theirs.tensors[1])
 
     moving = {name: p for name, p in found.model.named_parameters() if p.requires_grad}
     assert sum(p.numel() for p in moving.values()) == 6914
-    assert all(name.startswith("head.") or ("layer.5." in name and "lora_" in name) for name in moving)
+    assert all(name.startswith("head.") or ("layer.0." in name and "lora_" in name) for name in moving)
     x, y = (tensor[:6] for tensor in found.private.tensors)
-    features = messages._features(messages._encoder(), x[:, 0], x[:, 1])
     with torch.no_grad():
-        torch.testing.assert_close(found.model(x), found.model.head(features), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.model(x[2:3]), found.model(x)[2:3], atol=1e-4, rtol=1e-4)
+
+    bench = Workbench(found.model, Measurement(Sparse(seed=0), None, criterion=found.criterion, progress=False))
+    assert looks.prepare(bench, DataLoader(found.private, batch_size=8)) == 2
+    assert len(looks.blocks(bench)) == 5  # hooks serve the model: two factors of two adapters, and the head
 
     options = {"epsilon": 8.0, "delta": 1e-5, "learning_rate": 0.1, "max_grad_norm": 1.0, "batch_size": 6, "epochs": 2}
     trained = dp_sgd(found.model, TensorDataset(x, y), found.criterion, seed=0, **options)
     changed = {name for name, p in trained.named_parameters() if not torch.equal(p, found.model.get_parameter(name))}
     assert changed == set(moving)
+
+
+@pytest.mark.usefixtures("encoder")
+def test_the_last_layer_alone_is_the_whole_encoder_whatever_the_adapters_are(tmp_path):
+    write(tmp_path)
+    found = tasks.sms_lora(3, data_dir=tmp_path, records=50)
+    texts, _, numbers = messages._messages(3, tmp_path, 50)
+    ids, mask = messages._tokens(texts, 24)
+    assert (mask == 0).any()  # tokens that must not be looked at
+    whole = messages._with_adapters(messages._encoder(), 3)
+    head = found.model.head
+    generator = torch.Generator().manual_seed(0)
+    for move in (0.0, 0.3):
+        adapters = [[p for name, p in m.named_parameters() if "lora_" in name] for m in (whole, found.model)]
+        assert len(adapters[0]) == len(adapters[1]) == 4
+        with torch.no_grad():
+            for ours, theirs in zip(*adapters, strict=True):
+                assert torch.equal(ours, theirs)
+                change = move * torch.randn(ours.shape, generator=generator)
+                ours.add_(change), theirs.add_(change)
+            outputs = head(messages._features(whole, ids, mask))
+            for part, listed in zip(parts(found), numbers, strict=True):
+                torch.testing.assert_close(found.model(part.tensors[0]), outputs[listed], atol=1e-4, rtol=1e-4)
+    assert (outputs - head(messages._features(messages._encoder(), ids, mask))).abs().max() > 0.1  # adapters matter
 
 
 @pytest.mark.usefixtures("encoder")
@@ -174,13 +204,14 @@ def test_adapters_depend_on_the_seed_and_have_forward_derivatives(tmp_path):
         assert torch.equal(first.get_parameter(name), again.get_parameter(name))
         assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
     values = {name: p.detach() for name, p in first.named_parameters() if p.requires_grad}
-    x = torch.ones(2, 2, 24, dtype=torch.long)
+    x = torch.ones(2, 24, 385)
     tangents = {name: torch.ones_like(p) for name, p in values.items()}
     _, moved = torch.func.jvp(lambda p: torch.func.functional_call(first, p, (x,)), (values,), (tangents,))
     assert moved.isfinite().all()
     assert moved.abs().max() > 0
 
 
+@pytest.mark.slow  # states of all messages
 @pytest.mark.usefixtures("encoder")
 def test_the_published_messages():
     if not (REAL_DATA / "sms_spam").is_dir():
