@@ -26,6 +26,7 @@ from opacus_expm.gathering.rows import GradSampleMode, GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
 from opacus_expm.learned import LearnedRounds
+from opacus_expm.looped import LoopedRounds
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
@@ -222,9 +223,9 @@ class ExpMQuadEngine(NotCopied):
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float | None,
-        radius: float | Sequence[float],
-        proj_dim: int | None,
+        max_grad_norm: float | None = None,
+        radius: float | Sequence[float] | None = None,
+        proj_dim: int | None = None,
         max_curvature: float | None = 0.0,
         regularization: float | None = None,
         public_loader: DataLoader[Any] | None = None,
@@ -234,20 +235,31 @@ class ExpMQuadEngine(NotCopied):
         max_physical_batch_size: int | None = None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
-        poisson_sampling: bool = False,
+        poisson_sampling: bool | None = None,
         clipping: str = "flat",
         noise_generator: None = None,
         grad_sample_mode: str | GradSampling | None = "ghost",
         wrap_model: bool = True,
         progress: bool | None = None,
     ) -> swap.StandIns:
-        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode: an epoch of the loop is a round.
+        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode, without any further argument.
 
-        The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged: statistics
-        are gathered in ``backward``, and the ``step`` after an epoch's last batch draws the next weights. What the loop may
+        The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged. What it may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
 
-        Where there is a budget, the first draw reserves the rounds that are left, so that nothing else can take their place.
+        **Without a radius** metric, step and length are found as in ``make_private_expm`` (``opacus_expm.learned``). Every
+        batch of the returned loader is a Poisson sample, and the ``step`` after it moves the weights by one direction. The
+        rule's T directions (5 to 100, a public formula) are spread evenly over the E epochs, with a sample rate of
+        min(1, E/T): an epoch goes once through as many records as there are. If the rule has fewer than E directions it
+        takes E, which are shorter. The engine makes passes of its own as well, three for one layer and six for
+        several: metric and bounds when the first batch is asked for, lengths at three steps on the way, and after the last
+        step the choice of the final weights. A batch has about n·min(1, E/T) records; ``max_physical_batch_size`` or the
+        loader's batch size limits how many are processed at a time.
+
+        **With a radius** an epoch is a round: ``backward`` gathers statistics, and the ``step`` after an epoch's last batch
+        draws the next weights.
+
+        Where there is a budget, the first charge reserves what is left of the plan, so that nothing else can take its place.
         A loop that is not going to be finished is given up by calling this again for its module, by
         ``engine.accountant.give_up()``, or by dropping the module and what was returned.
 
@@ -258,10 +270,12 @@ class ExpMQuadEngine(NotCopied):
             criterion: the loss; cross-entropy by default, as with Opacus.
             data_loader: private data, every record once an epoch (see ``gathering.loaders``).
             target_epsilon: ε of all epochs together.
-            target_delta: δ of all epochs together; 0 gives pure ε-DP.
-            epochs: T, the number of rounds. Fewer may be run, and cost less.
-            max_grad_norm: C_g; None measures it on ``public_loader``.
-            radius: R > 0, how far the parameters may move in a round; one number, or one for each round.
+            target_delta: δ of all epochs together; 0 gives pure ε-DP, and needs a radius.
+            epochs: E. With a radius fewer may be run, and cost less. Without one the whole run is charged before its first
+                step; the weights on the way are released, but final only after the last one.
+            max_grad_norm: C_g; None measures it on ``public_loader``. It plays no part without a radius.
+            radius: R > 0, how far the parameters may move in a round; one number, or one for each round. None, the default,
+                needs none of the next six arguments and refuses them, but for ``nominal_size``.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             max_curvature: C_H; by default no private curvature is used. None measures it on ``public_loader``.
             regularization: as in ``make_private_expm``, and so are the next four.
@@ -272,7 +286,7 @@ class ExpMQuadEngine(NotCopied):
             max_physical_batch_size: records at a time; the loader's batch by default.
             batch_first: True; a record is a row of its batch.
             loss_reduction: that of the criterion.
-            poisson_sampling: False; every record counts exactly once an epoch.
+            poisson_sampling: may be left out: batches are Poisson samples without a radius, and only then.
             clipping: ``"flat"``, with one bound for a record's gradient (and one for its curvature).
             noise_generator: None; noise belongs to the engine, ``ExpMQuadEngine(noise_generator=...)``.
             grad_sample_mode: ``"ghost"`` for hooks where they can serve; ``"hooks"``, ``"functorch"`` or a
@@ -287,39 +301,36 @@ class ExpMQuadEngine(NotCopied):
             TypeError, ValueError: bad input; nothing is charged or changed.
             BudgetExceeded: the rounds together do not fit the budget.
 
-        **Privacy:** that of ``make_private_expm(..., rounds=epochs)``, with the same entries in the ledger: the plan is
-        admitted here, and every draw is charged before it is made. Losses of the loop are private, and have no value.
+        **Privacy:** that of ``make_private_expm``, with a radius of ``make_private_expm(..., rounds=epochs)``, with the same
+        entries in the ledger: the plan is admitted here, and everything is charged before it is drawn. Losses of the loop
+        are private, and have no value.
         """
         books = self.books()
         _check_loop(books, noise_generator)
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
         named = grad_sample_mode if isinstance(grad_sample_mode, str) else None
         protocol = swap.Protocol(batch_first, loss_reduction, poisson_sampling, clipping, named, wrap_model)
-        mode = protocol.checked(loss)
-        if public_loader is not None:
-            loaders.check_public(public_loader, data_loader, "data_loader")
-        subspace = subspaces.named(projection)
-        bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-        if bounds.missing and public_loader is None:
-            raise ValueError(
-                f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop has no pass "
-                "over the private data in which it could be bought; make_private_expm has"
-            )
-        budget = Budget.of(
-            _check.positive("target_epsilon", target_epsilon),
-            _check.fraction("target_delta", target_delta),
-            radius,
-            regularization,
-            _check.positive_int("epochs", epochs),
-        )
+        mode = protocol.checked(loss, sampled=radius is None)
         sampling = grad_sample_mode if isinstance(grad_sample_mode, GradSampling) else GradSampling(mode)
+        subspace = subspaces.named(projection)
         measurement = Measurement(
             subspace, proj_dim, loss, sampling, views, nominal_size, max_physical_batch_size, progress
         )
-        plan = Plan(budget, bounds, measurement, public_loader)
+        asked = _loop_request(target_epsilon, target_delta, epochs)
         # Batches come one by one: the size of a piece cannot be read off the loader they come from.
         pieces = loaders.Pieces(max_physical_batch_size or loaders.batch_size(data_loader))
-        rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=swap.unfinished(module))
+        earlier = swap.unfinished(module)
+        rounds: swap.Rounds
+        if radius is None:
+            left_out = {"proj_dim": proj_dim, "max_curvature": max_curvature or None, "regularization": regularization}
+            recipe = None if projection == "sparse" else projection
+            _check_left_out(**left_out, projection=recipe, public_loader=public_loader)
+            rounds = LoopedRounds.of(data_loader, measurement, *asked, books, pieces=pieces, instead_of=earlier)
+        else:
+            bounds = _loop_bounds(max_grad_norm, max_curvature, measurement, public_loader, data_loader)
+            budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
+            plan = Plan(budget, bounds, measurement, public_loader)
+            rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
 
     def make_private(self, **_: object) -> NoReturn:
@@ -330,8 +341,8 @@ class ExpMQuadEngine(NotCopied):
         """
         raise NotImplementedError(
             "make_private(noise_multiplier=...) has no meaning here, where no noise is added to gradients: use "
-            "make_private_with_epsilon(target_epsilon=..., radius=..., proj_dim=...) for a training loop, or "
-            "make_private_expm(model, loader, epsilon, radius, proj_dim) without one"
+            "make_private_with_epsilon(target_epsilon=..., target_delta=..., epochs=...) for a training loop, or "
+            "make_private_expm(model, loader, epsilon, delta=...) without one"
         )
 
     @classmethod
@@ -652,6 +663,32 @@ def _check_loop(books: Books, noise_generator: object) -> None:
         raise ValueError(
             "noise_generator belongs to the engine: ExpMQuadEngine(noise_generator=...), for tests and simulations only"
         )
+
+
+def _loop_request(target_epsilon: float, target_delta: float, epochs: int) -> tuple[float, float, int]:
+    """What a loop asks for, checked under the names that Opacus has for it."""
+    _check.positive("target_epsilon", target_epsilon)
+    _check.fraction("target_delta", target_delta)
+    return target_epsilon, target_delta, _check.positive_int("epochs", epochs)
+
+
+def _loop_bounds(
+    max_grad_norm: float | None,
+    max_curvature: float | None,
+    measurement: Measurement,
+    public_loader: DataLoader[Any] | None,
+    data_loader: DataLoader[Any],
+) -> Bounds:
+    """The bounds of a loop with a radius: given, or to be measured on public data."""
+    if public_loader is not None:
+        loaders.check_public(public_loader, data_loader, "data_loader")
+    bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
+    if bounds.missing and public_loader is None:
+        raise ValueError(
+            f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop with radius= has no "
+            "pass over the private data in which it could be bought; make_private_expm has, and a loop without radius="
+        )
+    return bounds
 
 
 def _facts(statistics: object) -> dict[str, object]:

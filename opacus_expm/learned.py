@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check
 from opacus_expm._private import PrivateValues
-from opacus_expm.accounting.composition import gaussian_total, least_noise
-from opacus_expm.accounting.events import PlannedEvent
+from opacus_expm.accounting.admission import Admission
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
@@ -55,16 +53,13 @@ from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import symmetric_noise
 from opacus_expm.mechanism.quantiles import GRID
 from opacus_expm.questions import Questions
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.metric import Block, Metric
 from opacus_expm.subspaces.sparse import Sparse
 
-_PASSES = 10.0  # over the data, of everything together
-_MOST_STEPS = 100
-_MARKS = (0.05, 0.15, 0.4)  # of the steps, after which a length is measured
 _AVERAGED = 0.4  # of the steps, at the end
-_METRIC_SHARE = 0.08  # of μ²
 _DAMPING = 0.6  # of the edge of the noise's spectrum
-_BOUND_FACTOR = 0.5
+_BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5  # high: rare classes have the largest gradients
 _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
 _SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
 _CHOICES = (0.0, 1.0)  # of the mean of the last places
@@ -73,133 +68,21 @@ _LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The plan of learned rounds as a formula of public numbers: how many steps, and what each part may cost.
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """Learned rounds of one model, admitted to the budget; nothing was charged.
 
     Attributes:
-        epsilon: ε.
-        delta: δ > 0.
-        records: N, the public number of records.
-        layers: L, the number of layers with a metric of their own.
-        bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
+        bench: the model where it stands.
+        rule: how many steps, how long, and what each part may cost.
+        blocks: the layers with a metric of their own.
+        guess: the loss of a model that guesses; None where it is not known.
     """
 
-    epsilon: float
-    delta: float
-    records: int
-    layers: int
-    bounded: bool
-
-    @cached_property
-    def mu(self) -> float:
-        """What all parts together may cost, in Gaussian terms."""
-        return curves.gaussian_mu(self.epsilon, self.delta)
-
-    @property
-    def times(self) -> int:
-        """How often a step of Newton's method would be taken: more often where nμ, records × budget, is large."""
-        return max(5, min(14, round(self.records * self.mu / 30)))
-
-    @property
-    def steps(self) -> int:
-        """T: more for several layers, whose steps are shorter."""
-        return min(_MOST_STEPS, self.times * max(1, 2 * self.layers - 1))
-
-    @property
-    def looking(self) -> float:
-        """Passes over the data beside the directions, where a forward one counts a third and a backward one two.
-
-        One for the metric and one for C; two thirds for each length, a forward pass with a tangent, and for the choice
-        between two places; a third for a bound of the losses.
-        """
-        return (self.layers > 0) + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
-
-    @property
-    def sample_rate(self) -> float:
-        """q: everything together takes no more than ten passes over the data."""
-        return min(1.0, (_PASSES - self.looking) / self.steps)
-
-    @property
-    def passes(self) -> float:
-        """How often the records are gone through, on average."""
-        return self.looking + self.steps * self.sample_rate
-
-    @property
-    def rate(self) -> float:
-        """η of the first steps: for one layer 2, beyond which a quadratic loss swings, and less in much noise; or short."""
-        return min(2.0, 0.3 * self.times) if self.layers <= 1 else self.times / (4 * self.steps)
-
-    @property
-    def marks(self) -> tuple[int, ...]:
-        """After how many steps a length is measured."""
-        if self.layers <= 1:
-            return ()
-        return tuple(sorted({max(1, round(self.steps * share)) for share in _MARKS}))
-
-    @property
-    def metric_mu(self) -> float:
-        """Of the 2L factors together."""
-        return self.mu * math.sqrt(_METRIC_SHARE)
-
-    @property
-    def factor_mu(self) -> float:
-        """Of each of the 2L factors."""
-        return self.metric_mu / math.sqrt(2 * max(1, self.layers))
-
-    @property
-    def scale_mu(self) -> float:
-        """Of each layer's scale: what a median among a hundred intervals needs, 30/n, but no more than 3 % of μ² in all."""
-        return min(30 / self.records, 0.17 * self.mu / math.sqrt(max(1, self.layers)))
-
-    @property
-    def bound_mu(self) -> float:
-        """Of C, on which everything depends: 60/n, but no more than 6 % of μ²."""
-        return min(60 / self.records, 0.25 * self.mu)
-
-    @property
-    def bound_quantile(self) -> float:
-        """Of the norms, half of which is C: large for one layer, where rare classes have the largest gradients."""
-        return 0.85 if self.layers <= 1 else 0.75
-
-    @property
-    def loss_mu(self) -> float:
-        """Of the bound of the losses, where it has to be bought."""
-        return min(40 / self.records, 0.17 * self.mu)
-
-    @property
-    def length_mu(self) -> float:
-        """Of each length, and of the choice."""
-        share = 0.02 if self.layers <= 1 else 0.06
-        return self.mu * math.sqrt(share / (len(self.marks) + 1))
-
-    def queries(self) -> list[tuple[str, PlannedEvent]]:
-        """Everything that is going to be asked of the records, in order, but the directions."""
-        before = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.layers else []
-        before += [("scale", _choice(self.scale_mu))] * self.layers
-        before += [("bound", _choice(self.bound_mu))]
-        before += [] if self.bounded else [("loss", _choice(self.loss_mu))]
-        length = [("length bound", _choice(self.length_mu / 2))] * 2
-        length += [("length", PlannedEvent(math.inf, self.length_mu / math.sqrt(2)))]
-        return [*before, *length * len(self.marks), ("choice", _choice(self.length_mu))]
-
-    @cached_property
-    def noise_multiplier(self) -> float:
-        """σ of the directions: the least with which everything together costs (ε, δ)."""
-        others = gaussian_total([event for _, event in self.queries()])
-        return least_noise(self.epsilon, self.delta, others, self.sample_rate, self.steps)
-
-    def charges(self) -> list[PlannedEvent]:
-        """What is going to be charged, in order."""
-        run = PlannedEvent(math.inf, math.inf, runs=((self.noise_multiplier, self.sample_rate, self.steps),))
-        found = self.queries()
-        first = next(i for i, (what, _) in enumerate(found) if what.startswith(("length", "choice")))
-        return [*(e for _, e in found[:first]), run, *(e for _, e in found[first:])]
-
-
-def _choice(mu: float) -> PlannedEvent:
-    """A choice by the exponential mechanism that costs as much as μ."""
-    return PlannedEvent(curves.bounded_range_within(mu), math.inf)
+    bench: Workbench
+    rule: Rule
+    blocks: tuple[Block, ...]
+    guess: float | None
 
 
 class LearnedRounds:
@@ -211,9 +94,21 @@ class LearnedRounds:
         epsilon: ε.
         delta: δ > 0.
         books: that charges are written into.
+        epochs: how many passes over the data the directions take, with a step in each; None for the rule's own.
+        pieces: records at a time; None takes those of the measurement.
     """
 
-    def __init__(self, loader: DataLoader[Any], measurement: Measurement, epsilon: float, delta: float, books: Books):
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        measurement: Measurement,
+        epsilon: float,
+        delta: float,
+        books: Books,
+        *,
+        epochs: int | None = None,
+        pieces: loaders.Pieces | None = None,
+    ):
         _check.positive("epsilon", epsilon)
         if _check.fraction("delta", delta) == 0:
             raise ValueError(
@@ -225,8 +120,17 @@ class LearnedRounds:
         # Bars of single passes would tell how many records a sample has.
         self._measurement = replace(measurement, subspace=Sparse(seed=0), proj_dim=None, progress=False)
         self._shows = measurement.shows_progress
-        self._loader = loader
+        self._loader, self._epochs, self._pieces = loader, epochs, pieces
         self._questions = Questions(books, epsilon, delta, measurement.size_of(loader))
+
+    @property
+    def admission(self) -> Admission | None:
+        """Of the plan that was made last."""
+        return self._questions.admission
+
+    def end(self) -> None:
+        """Nothing more is going to be asked: nothing of the budget stays reserved."""
+        self._questions.end()
 
     def run(self, model: nn.Module) -> nn.Module:
         """The released model.
@@ -234,32 +138,44 @@ class LearnedRounds:
         **Privacy:** (ε, δ)-DP; charged before each of its parts is drawn.
         """
         try:
-            walk = self.begin(model)
-            random = self._questions.books.noise.source()
+            walk = self.begin(self.plan(model))
             hidden = None if self._shows is None else not self._shows
             for _ in tqdm(range(walk.rule.steps), desc="rounds", unit="step", disable=hidden, leave=False):
-                walk.step(sampled(self._loader, walk.rule.sample_rate, random))
+                walk.step(walk.sample())
             return walk.module()
         finally:
-            self._questions.end()
+            self.end()
 
-    def begin(self, model: nn.Module) -> Walk:
-        """Metric, bounds, and the charge for all directions: the walk stands at the start.
+    def plan(self, model: nn.Module, instead_of: Admission | None = None) -> Planned:
+        """The rule for a model, by shapes and types alone, and its admission to the budget.
 
-        **Privacy:** what it asks of the records is charged before it is drawn.
+        Args:
+            model: where the rounds start.
+            instead_of: a plan that will be given up for this one.
+
+        Raises:
+            BudgetExceeded: it does not fit; nothing was charged.
         """
-        asked, bench = self._questions, Workbench(model, self._measurement)
+        asked, bench = self._questions, Workbench(model, self._measurement, self._pieces)
         if asked.books.accountant.budget is not None:  # refuse before any data is touched
-            asked.admit(self._likely(bench).charges())
+            asked.admit(self._likely(bench).charges(), instead_of)
             asked.end()
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
-        rule = Rule(asked.epsilon, asked.delta, asked.size, len(blocks), guess is not None)
-        asked.admit(rule.charges())
+        rule = self._rule(len(blocks), guess is not None)
+        asked.admit(rule.charges(), instead_of)
         _warn_if_faint(rule, bench.layout.size)
-        if blocks:
-            bench = bench.within(self.metric(bench, rule, blocks))
+        return Planned(bench, rule, blocks, guess)
+
+    def begin(self, planned: Planned) -> Walk:
+        """Metric, bounds, and the charge for all directions: the walk stands at the start.
+
+        **Privacy:** what it asks of the records is charged before it is drawn.
+        """
+        asked, bench, rule, guess = self._questions, planned.bench, planned.rule, planned.guess
+        if planned.blocks:
+            bench = bench.within(self.metric(bench, rule, planned.blocks))
         bound = self.bound(bench, rule)
         if guess is None:
             start = torch.zeros(bench.map.dim, dtype=torch.float64)
@@ -267,12 +183,18 @@ class LearnedRounds:
             guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
         return Walk(bench, self._loader, asked, rule, bound, guess)
 
+    def _rule(self, layers: int, bounded: bool) -> Rule:
+        """The rule for a model with so many layers."""
+        asked = self._questions
+        known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
+        return Rule(*known, epochs=self._epochs)
+
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
-        asked, measurement = self._questions, self._measurement
+        measurement = self._measurement
         layers = 0 if measurement.grad_sampling.mode == "functorch" else len(bench.blocks())
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
-        return Rule(asked.epsilon, asked.delta, asked.size, layers, loss is not None and loss.guessing(2) is not None)
+        return self._rule(layers, loss is not None and loss.guessing(2) is not None)
 
     def metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale.
@@ -308,7 +230,7 @@ class LearnedRounds:
         """
         norms = looks.gradient_norms(bench, self._loader)
         price = curves.bounded_range_within(rule.bound_mu)
-        return _BOUND_FACTOR * self._questions.quantile("bound", norms, rule.bound_quantile, price, _UNITS)
+        return _BOUND_FACTOR * self._questions.quantile("bound", norms, _BOUND_QUANTILE, price, _UNITS)
 
 
 class Walk(PrivateValues):
@@ -341,6 +263,7 @@ class Walk(PrivateValues):
         self._marked, self._total, self._count = self._place, self._place, 0
         self._rate, self._steps = rule.rate, 0
         self._random = asked.books.noise.source()
+        self._chance: np.random.Generator | None = None
         plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
         asked.ask("directions", lambda: self._place, self._place, run=plan)
 
@@ -349,10 +272,16 @@ class Walk(PrivateValues):
         """ξ, where the rounds are; it follows from what was released."""
         return self._place
 
+    def sample(self, *, whole: bool = False) -> DataLoader[Any] | None:
+        """The next Poisson sample, None where it is empty; ``whole`` has all of its records in one batch."""
+        if self._chance is None:
+            self._chance = self._asked.books.noise.source()
+        return sampled(self._loader, self.rule.sample_rate, self._chance, whole=whole)
+
     def step(self, sample: DataLoader[Any] | None) -> None:
         """Move by the direction that a Poisson sample shows; None is one without records."""
         if sample is None:
-            self.advance(torch.zeros_like(self._place))
+            self.advance_empty()
             return
         given, bench = sample, self._bench
 
@@ -386,6 +315,14 @@ class Walk(PrivateValues):
         if self._steps > rule.steps * (1 - _AVERAGED):
             self._total, self._count = self._total + self._place, self._count + 1
 
+    def advance_empty(self) -> None:
+        """Move by the noise alone: the sample has no records, or they were lost."""
+        self.advance(torch.zeros_like(self._place))
+
+    def here(self) -> nn.Module:
+        """The model at the present place, which was released."""
+        return self._bench.module_at(self._place)
+
     def _length(self, moved: Tensor, longest: float) -> float:
         """By what factor the last displacement is corrected: Newton's length along it, from a noisy pair.
 
@@ -408,13 +345,14 @@ class Walk(PrivateValues):
     def module(self) -> nn.Module:
         """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
-        A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
+        The start's gain is 0 and a record's share of the other lies in [−B, B], so that it moves the scores by a range of at
+        most B.
         """
         places = [share * self._total / self._count for share in _CHOICES]
         values, guess = looks.losses(self._bench, self._loader, places), self._guess
         gains = (values[:, :1] - values).nan_to_num(-guess, guess, -guess).clamp(-guess, guess).sum(0).numpy()
         epsilon = curves.bounded_range_within(self.rule.length_mu)
-        number = self._asked.choice("choice", epsilon * gains / (2 * guess) + _RELUCTANCE, epsilon)
+        number = self._asked.choice("choice", epsilon * gains / guess + _RELUCTANCE, epsilon)
         return self._bench.module_at(places[number])
 
 

@@ -36,13 +36,22 @@ class Questions:
     _asked: Counter[str] = field(default_factory=Counter, init=False, repr=False)
     _admission: Admission | None = field(default=None, init=False, repr=False)
 
-    def admit(self, charges: Sequence[PlannedEvent]) -> None:
+    @property
+    def admission(self) -> Admission | None:
+        """Of the plan that was admitted last; None before the first."""
+        return self._admission
+
+    def admit(self, charges: Sequence[PlannedEvent], instead_of: Admission | None = None) -> None:
         """Reserve what is going to be charged, in its order.
+
+        Args:
+            charges: what is going to be charged.
+            instead_of: a plan that will be given up for this one.
 
         Raises:
             BudgetExceeded: it does not fit; nothing was charged.
         """
-        self._admission = self.books.accountant.admit([list(charges)], self.epsilon, self.delta)
+        self._admission = self.books.accountant.admit([list(charges)], self.epsilon, self.delta, instead_of=instead_of)
 
     def end(self) -> None:
         """Release what is still reserved: nothing more is going to be asked."""

@@ -300,7 +300,7 @@ class Rounds:
         loader: the private data.
         books: that charges are written into.
         pieces: records at a time.
-        instead_of: unfinished rounds of the same module, which these put an end to.
+        instead_of: what unfinished rounds of the same module have reserved, which these put an end to.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Rounds:
         books: Books,
         *,
         pieces: loaders.Pieces | None = None,
-        instead_of: object = None,
+        instead_of: Admission | None = None,
     ):
         books.check()
         loaders.check_loader(loader)
@@ -324,15 +324,19 @@ class Rounds:
         self._measurement = plan.measurement
         self._bounds: Bounds | ClippingBounds = plan.bounds
         # Admitted here, and named wherever a round charges: a training loop's rounds outlive the call.
-        earlier: Admission | None = instead_of._admission if isinstance(instead_of, Rounds) else None
         self._admission: Admission = books.accountant.admit(
-            plan.charges(prices, books), plan.budget.epsilon, plan.budget.delta, instead_of=earlier
+            plan.charges(prices, books), plan.budget.epsilon, plan.budget.delta, instead_of=instead_of
         )
 
     @property
     def count(self) -> int:
         """The number of rounds, T."""
         return self._plan.rounds
+
+    @property
+    def admission(self) -> Admission:
+        """What of the budget is reserved."""
+        return self._admission
 
     def end(self) -> None:
         """No further round is going to be drawn: nothing of the budget stays reserved."""

@@ -446,7 +446,7 @@ def test_a_polite_request_to_stop(name, tmp_path, monkeypatch):
 def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
     """Half a release is none: the module is put back, the charge stays, and the run is over."""
     engine, model = ExpMQuadEngine(), make_model()
-    moved, copy_into = [], opacus_expm.swap.epoch._copy_into
+    moved, copy_into = [], opacus_expm.swap.training._copy_into
 
     def interrupted(parameters, values):
         moved.append(next(iter(parameters)))
@@ -455,7 +455,7 @@ def test_a_loop_interrupted_while_weights_move_has_its_old_ones(monkeypatch):
             raise KeyboardInterrupt
         copy_into(parameters, values)
 
-    monkeypatch.setattr(opacus_expm.swap.epoch, "_copy_into", interrupted)
+    monkeypatch.setattr(opacus_expm.swap.training, "_copy_into", interrupted)
     before = weights(model)
     with pytest.raises(KeyboardInterrupt):
         loop_in_place(engine, model, **options_of(**GIVEN))

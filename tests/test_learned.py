@@ -22,11 +22,12 @@ from opacus_expm.gathering import hooks, looks
 from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.learned import LearnedRounds, Rule, Walk
+from opacus_expm.learned import LearnedRounds, Walk
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 EPSILON, DELTA, RECORDS = 1.0, 1e-5, 200

@@ -49,6 +49,7 @@ from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
 from opacus_expm.mechanism.sensitivity import Sensitivity
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 # --- data ----------------------------------------------------------------------------------------------------------------
@@ -667,7 +668,7 @@ class _Learned:
         measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
         books = ExpMQuadEngine(noise_generator=np.random.default_rng(seed)).books()
         self.rounds = learned.LearnedRounds(self.loader, measurement, 1.0, 1e-5, books)
-        self.rule = learned.Rule(1.0, 1e-5, 10, 2, False) if rule is None else rule
+        self.rule = Rule(1.0, 1e-5, 10, 2, False) if rule is None else rule
         self.questions = self.rounds._questions
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -20,8 +20,8 @@ from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.learned import Rule
 from opacus_expm.pure import PureRule
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 BATCH = 64  # records that are in memory at a time; no result depends on it

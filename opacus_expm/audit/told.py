@@ -27,10 +27,11 @@ from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.gathering.samples import sampled
-from opacus_expm.learned import LearnedRounds, Rule, Walk
+from opacus_expm.learned import LearnedRounds, Walk
 from opacus_expm.mechanism.density import Array
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 Sample = tuple[bool, ...]  # which of the records take part

@@ -247,13 +247,13 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
 
 
 def like(
-    loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any
+    loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any, batch: int = 0
 ) -> DataLoader[Any]:
-    """A plain loader with the options of another, and workers of its own with fresh randomness."""
+    """A plain loader with the options of another (``batch`` is its own batch size), and workers with fresh randomness."""
     return DataLoader(
         dataset,
         sampler=order,
-        batch_size=batch_size(loader),
+        batch_size=batch or batch_size(loader),
         num_workers=loader.num_workers,
         collate_fn=collate_fn,
         pin_memory=loader.pin_memory,

@@ -10,13 +10,16 @@ from torch.utils.data import DataLoader, Subset
 from opacus_expm.gathering import loaders
 
 
-def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Generator) -> DataLoader[Any] | None:
+def sampled(
+    loader: DataLoader[Any], sample_rate: float, random: np.random.Generator, *, whole: bool = False
+) -> DataLoader[Any] | None:
     """The records of a Poisson sample: each record of a checked loader by itself, with this probability.
 
     Args:
         loader: over a data set with indices.
         sample_rate: q in (0, 1].
         random: whose numbers nobody else may know.
+        whole: all records of the sample in one batch, instead of batches of the loader's size.
 
     Returns:
         A loader over the sample, or None where it is empty.
@@ -29,4 +32,4 @@ def sampled(loader: DataLoader[Any], sample_rate: float, random: np.random.Gener
     if len(taken) == 0:
         return None
     part = Subset(loader.dataset, [indices[int(i)] for i in taken])
-    return loaders.like(loader, part, None, collate_fn=loader.collate_fn)
+    return loaders.like(loader, part, None, collate_fn=loader.collate_fn, batch=len(taken) if whole else 0)

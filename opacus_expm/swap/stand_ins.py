@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 
 from opacus_expm import _check
 from opacus_expm._private import PrivateValues
+from opacus_expm.accounting.admission import Admission
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module
-from opacus_expm.swap.epoch import Loss, Rounds, Training
+from opacus_expm.swap.epoch import Loss, Rounds
 from opacus_expm.swap.losses import PrivateLoss
+from opacus_expm.swap.training import Training
 
 _WITHOUT_MEANING = {
     "noise_multiplier": "no noise is added to gradients; engine.accountant.releases says what each draw was",
@@ -123,7 +125,7 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
         return self._training.batches()
 
     def __len__(self) -> int:
-        return len(self.original_loader)
+        return self._training.length
 
     def __getattr__(self, name: str) -> Any:
         if name == "original_loader":
@@ -180,13 +182,17 @@ class Protocol:
 
     batch_first: bool
     loss_reduction: str
-    poisson_sampling: bool
+    poisson_sampling: bool | None
     clipping: str
     grad_sample_mode: str | None
     wrap_model: bool
 
-    def checked(self, criterion: Loss) -> str | None:
+    def checked(self, criterion: Loss, *, sampled: bool) -> str | None:
         """Refuse what has no meaning here, and translate the gradient mode.
+
+        Args:
+            criterion: the loop's.
+            sampled: whether the rounds are over Poisson samples.
 
         Raises:
             ValueError: an option that has no meaning here, with what to use instead.
@@ -195,9 +201,14 @@ class Protocol:
             raise ValueError(
                 "batch_first=False is not supported: a record is a row of its batch; transpose in the module"
             )
-        if self.poisson_sampling:
+        if self.poisson_sampling and not sampled:
             raise ValueError(
-                "poisson_sampling=True has no meaning here: every record counts exactly once an epoch; leave it out"
+                "poisson_sampling=True has no meaning with radius=: every record counts exactly once an epoch; leave it out"
+            )
+        if self.poisson_sampling is False and sampled:
+            raise ValueError(
+                "poisson_sampling=False needs radius=: without it every batch is a Poisson sample; leave it out, or pass "
+                "radius="
             )
         if not self.wrap_model:
             raise ValueError("wrap_model=False has no meaning here: the module is never wrapped; leave it out")
@@ -217,10 +228,10 @@ class Protocol:
         return None if self.grad_sample_mode == "ghost" else self.grad_sample_mode
 
 
-def unfinished(module: nn.Module) -> Rounds | None:
-    """The rounds of an unfinished loop of this module, None if there is no such loop. The next loop ends it."""
+def unfinished(module: nn.Module) -> Admission | None:
+    """What an unfinished loop of this module has reserved, None if there is no such loop. The next loop ends it."""
     training = Training.of(module)
-    return None if training is None else training.rounds
+    return None if training is None else training.rounds.admission
 
 
 def stand_ins(

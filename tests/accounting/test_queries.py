@@ -10,8 +10,8 @@ from ledger_cases import DELTA, held
 from opacus_expm import BudgetExceeded, ExpMAccountant
 from opacus_expm.accounting.composition import exact_total, gaussian_total, least_noise, total_epsilon
 from opacus_expm.accounting.events import PlannedEvent, Query, event_from_dict
-from opacus_expm.learned import Rule
 from opacus_expm.mechanism import curves
+from opacus_expm.rule import Rule
 
 FACTS = {"what": "length", "epsilon": 1.0, "delta": DELTA, "nominal_size": 40}
 QUERIES = (

@@ -16,8 +16,8 @@ from benchmarks.suite import ours, report, rivals
 from opacus_expm import tasks
 from opacus_expm.accounting.events import Query
 from opacus_expm.experiments.journal import read_result, write_result
-from opacus_expm.learned import Rule
 from opacus_expm.pure import PureRule
+from opacus_expm.rule import Rule
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "suite"

@@ -76,3 +76,9 @@ def make_loop(engine=None, model=None, loader=None, optimizer=None, seed=0, **ch
         "projection": Sparse(seed=5),
     }
     return Loop(engine, *engine.make_private_with_epsilon(**(options | changes)))
+
+
+def make_sampled(engine=None, model=None, loader=None, seed=0, **changes):
+    """A loop without a radius, whose batches are samples."""
+    without = {"target_delta": 1e-5, "max_grad_norm": None, "radius": None, "proj_dim": None, "projection": "sparse"}
+    return make_loop(engine, model, loader, seed=seed, **(without | {"epochs": 5} | changes))
