@@ -28,7 +28,6 @@ run is solved for so that the total, as the ledger computes it, is ε at δ.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from opacus_expm import _check
+from opacus_expm import _check, _warnings
 from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.books import Books
@@ -385,12 +384,10 @@ def _warn_if_faint(rule: Rule, parameters: int) -> None:
     """Say from public numbers that a direction can hardly be told from noise."""
     signal = rule.records * rule.mu / math.sqrt(parameters)
     if signal < 3:
-        warnings.warn(
+        _warnings.warn(
             f"with {rule.records} records, {parameters} parameters and epsilon={rule.epsilon:g} a gradient can hardly be "
             f"told from noise (n·μ/√p = {signal:.2g}, reliable from 3): the released model may be no better than the one "
-            "that came; freeze parameters, or spend more",
-            UserWarning,
-            stacklevel=4,
+            "that came; freeze parameters, or spend more"
         )
 
 

@@ -21,7 +21,6 @@ on the records through what was released earlier alone, and the ε, fixed in adv
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check
+from opacus_expm import _check, _warnings
 from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.books import Books
 from opacus_expm.gathering import looks
@@ -235,10 +234,8 @@ def _warn_if_faint(rule: PureRule) -> None:
     """Say from public numbers that a step can hardly be told from noise."""
     power = rule.records * rule.epsilon
     if power < _RELIABLE:
-        warnings.warn(
+        _warnings.warn(
             f"with {rule.records} records and epsilon={rule.epsilon:g} at delta=0 a good step can hardly be told from noise "
             f"(n·ε = {power:.3g}, reliable from {_RELIABLE:g}): the released model may be no better than the one that came; "
-            "spend more, or pass delta=1e-5",
-            UserWarning,
-            stacklevel=4,
+            "spend more, or pass delta=1e-5"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check
+from opacus_expm import _check, _warnings
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Release
 from opacus_expm.books import Books
@@ -222,11 +221,9 @@ class Gathering:
         ranks = self.ranks
         if ranks.count > 1:
             path = f"{os.fspath(path)}.rank{ranks.rank}of{ranks.count}"
-        warnings.warn(
+        _warnings.warn(
             f"gather(private_checkpoint=...) keeps PRIVATE data in {os.fspath(path)!r} until the pass is complete: sums "
-            "over private records, without noise; delete the file if the pass is given up",
-            UserWarning,
-            stacklevel=3,
+            "over private records, without noise; delete the file if the pass is given up"
         )
         bounds = {name: getattr(self.bounds, name) for name in ("max_grad_norm", "max_curvature")}
         where = {"loader": (described(loader), loaders.batch_size(loader)), "ranks": (ranks.rank, ranks.count)}

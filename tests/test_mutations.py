@@ -751,9 +751,9 @@ def the_run_is_in_the_ledger():
     engine, taken = ExpMQuadEngine(noise_generator=np.random.default_rng(0)), []
     right = learned.sampled
 
-    def spy(*arguments):
+    def spy(*arguments, **options):
         taken.append([q.run for q in engine.accountant.releases if q.run])
-        return right(*arguments)
+        return right(*arguments, **options)
 
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -843,26 +843,33 @@ def everywhere(patch, right, wrong):
 
 
 def _at_the_outputs(patch):
-    original = clipping.record_quadratics
+    original = clipping.record_gradients
 
-    def wrong(source, criterion, inputs, targets, **options):
-        found = original(source, criterion, inputs, targets, **options)
+    def wrong(source, criterion, inputs, targets, pad_to):
+        found = original(source, criterion, inputs, targets, pad_to)
         gradient, _ = clipping.at_outputs(criterion, source.outputs_and_pullback(inputs)[0], targets)
-        return dataclasses.replace(found, gradient_norms=gradient.norm(dim=1))
+        found.__dict__["norms"] = gradient.norm(dim=1)
+        return found
 
     everywhere(patch, original, wrong)
 
 
-def _unclipped(which):
-    def put(patch):
-        original = clipping.ClippedAdder.add
+def _gradients_unclipped(patch):
+    def add(self, records):
+        total = records.summed(torch.ones_like)
+        self._g = total if self._g is None else self._g + total
+        self._parallel = False
 
-        def add(self, records):
-            original(self, dataclasses.replace(records, **{which: torch.zeros_like(records.gradient_norms)}))
+    patch.setattr(clipping.ClippedAdder, "add_gradients", add)
 
-        patch.setattr(clipping.ClippedAdder, "add", add)
 
-    return put
+def _curvature_unclipped(patch):
+    original = clipping.ClippedAdder.add
+
+    def add(self, records):
+        original(self, dataclasses.replace(records, curvature_norms=torch.zeros_like(records.curvature_norms)))
+
+    patch.setattr(clipping.ClippedAdder, "add", add)
 
 
 def _narrow_width(patch):
@@ -943,11 +950,11 @@ def _last_batch_twice(patch):
 
 
 def _fill_is_counted(patch):
-    original = clipping.record_quadratics
+    original = clipping.record_gradients
 
-    def wrong(source, criterion, inputs, targets, *, pad_to, **options):
+    def wrong(source, criterion, inputs, targets, pad_to):
         fill = torch.arange(pad_to) % len(targets)
-        return original(source, criterion, inputs[fill], targets[fill], pad_to=pad_to, **options)
+        return original(source, criterion, inputs[fill], targets[fill], pad_to)
 
     everywhere(patch, original, wrong)
 
@@ -957,17 +964,17 @@ def _size_follows_the_data(patch):
 
 
 def _mean_for_sum(patch):
-    add, result = clipping.ClippedAdder.add, clipping.ClippedAdder.result
+    add, result = clipping.ClippedAdder.add_gradients, clipping.ClippedAdder.result
 
     def counted(self, records):
-        self.count = getattr(self, "count", 0) + len(records.gradients)
+        self.count = getattr(self, "count", 0) + records.count
         add(self, records)
 
     def mean(self):
         found = result(self)
         return dataclasses.replace(found, gradient=found.gradient * (1000 / self.count))
 
-    patch.setattr(clipping.ClippedAdder, "add", counted)
+    patch.setattr(clipping.ClippedAdder, "add_gradients", counted)
     patch.setattr(clipping.ClippedAdder, "result", mean)
 
 
@@ -1106,14 +1113,15 @@ def _full_budget_every_round(patch):
 
 
 def _error_for_a_record(patch):
-    original = clipping._finite_only
+    original = clipping.record_gradients
 
-    def strict(g, b, *, parallel):
-        if not bool(g.isfinite().all()):
+    def strict(*arguments):
+        found = original(*arguments)
+        if not bool(found.rows.isfinite().all()):
             raise ValueError("a record is not finite")
-        return original(g, b, parallel=parallel)
+        return found
 
-    patch.setattr(clipping, "_finite_only", strict)
+    everywhere(patch, original, strict)
 
 
 def _seeded_records(patch):
@@ -1187,8 +1195,8 @@ def _any_public_data(patch):
 
 DEFECTS = (
     Defect("gradients clipped at the outputs, not after projection", _at_the_outputs, audit_of_large_inputs),
-    Defect("gradients not clipped", _unclipped("gradient_norms"), audit_of_large_inputs),
-    Defect("curvature not clipped", _unclipped("curvature_norms"), audit_of_the_extremal_pair),
+    Defect("gradients not clipped", _gradients_unclipped, audit_of_large_inputs),
+    Defect("curvature not clipped", _curvature_unclipped, audit_of_the_extremal_pair),
     Defect("the narrow width W₁ where W* is due", _narrow_width, audit_of_the_extremal_pair),
     Defect("the width of the last batch for all", _width_of_the_last_batch, the_widest_batch_decides),
     Defect("no factor two for replace-one", _one_records_worth, audit_of_the_extremal_pair_replace_one),

@@ -127,6 +127,25 @@ def table(results: Sequence[Facts]) -> str:
     return markdown(HEADINGS, [line(found, epsilon) for found in results for epsilon in budgets(found)])
 
 
+def brief(results: Sequence[Facts]) -> str:
+    """One line a task: at each ε the mean scores of ours, and of DP-SGD tuned for free, with tuning charged, and untuned."""
+    every = sorted({epsilon for found in results for epsilon in budgets(found)})
+    rows = []
+    for found in results:
+        digits = 1 if found["metric"] == "accuracy" else 4
+
+        def score(method: str, epsilon: float | None, found: Facts = found, digits: int = digits) -> str:
+            values = by_seed(found, method, epsilon)
+            return f"{statistics.fmean(values.values()):.{digits}f}" if values else "–"
+
+        cells = [
+            " / ".join([f"**{score('ours', e)}**", *(score(m, e) for m in (tuned(found, e), "charged", "untuned"))])
+            for e in every
+        ]
+        rows.append([found["task"].replace("_", " "), score("zero-shot", None), *cells])
+    return markdown(["task", "zero-shot", *(f"ε = {epsilon:g}" for epsilon in every)], rows)
+
+
 def plot(results: Sequence[Facts], path: Path) -> None:
     """One panel a task, score against ε with bars of one standard error.
 
@@ -203,7 +222,7 @@ def read(directory: Path) -> list[Facts]:
 
 
 def write(directory: Path) -> str:
-    """Make ``table.md`` and ``suite.png``; returns the table.
+    """Make ``table.md``, ``brief.md`` and ``suite.png``; returns the table.
 
     Raises:
         FileNotFoundError: no task has results.
@@ -213,5 +232,6 @@ def write(directory: Path) -> str:
         raise FileNotFoundError(f"{directory} has no results; run python -m benchmarks.suite first")
     text = table(results)
     (directory / "table.md").write_text(text + "\n", encoding="utf-8")
+    (directory / "brief.md").write_text(brief(results) + "\n", encoding="utf-8")
     plot(results, directory / "suite.png")
     return text

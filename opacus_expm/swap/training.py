@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from opacus_expm import _warnings
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.passes import Pass
@@ -196,11 +196,9 @@ class Training(PrivateValues):
         """Say that an epoch of samples was left before its end."""
         told = self._epoch is not None and self._epoch.broken is not None
         if self._ended is None and self._number < end and not told and not sys.is_finalizing():
-            warnings.warn(
+            _warnings.warn(
                 "an epoch of the private loop was left before its end. The whole run stays charged, and the weights, which "
-                "are those of the last draw, are final only when the run is complete: another epoch goes on from here",
-                UserWarning,
-                stacklevel=3,
+                "are those of the last draw, are final only when the run is complete: another epoch goes on from here"
             )
 
     def _leave(self, epoch: Epoch) -> None:
@@ -209,11 +207,9 @@ class Training(PrivateValues):
             return
         epoch.break_off("It was left before its last batch was counted.")
         if not sys.is_finalizing():
-            warnings.warn(
+            _warnings.warn(
                 "an epoch of the private loop was left before its end and does not count. "
-                f"{self._again}; every round needs all batches",
-                UserWarning,
-                stacklevel=3,
+                f"{self._again}; every round needs all batches"
             )
 
     def _fail(self, epoch: Epoch | None, message: str) -> NoReturn:

@@ -262,6 +262,20 @@ def test_the_stored_table_is_that_of_the_stored_results_and_of_the_docs():
     assert text == report.table(RESULTS)
     assert check_table(text, STORED) > 40
     assert text in (ROOT / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
+    short = (STORED / "brief.md").read_text(encoding="utf-8").strip()
+    assert short == report.brief(RESULTS)
+    assert short in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_brief_table_has_the_means_of_the_table(tmp_path):
+    write_result(tmp_path / "icu.json", made_up())
+    report.write(tmp_path)
+    (row,) = (tmp_path / "brief.md").read_text(encoding="utf-8").splitlines()[2:]
+    whole = report.table(report.read(tmp_path)).splitlines()[2:]
+    for cell, line in zip([c.strip() for c in row.strip("|").split("|")][2:], whole, strict=True):
+        columns = [c.strip() for c in line.strip("|").split("|")]
+        means = [columns[i].split(" ±")[0].rstrip("†") for i in (5, 7, 8, 9)]
+        assert cell.replace("*", "").split(" / ") == means
 
 
 def check_plan(epsilon, delta, run):

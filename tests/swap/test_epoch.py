@@ -132,7 +132,7 @@ def test_after_the_last_round_everything_is_refused_and_the_module_ordinary(clea
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop = make_loop()
-    add = ClippedAdder.add
+    add = ClippedAdder.add_gradients
 
     def interrupted(total, more):
         if when == "after":
@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_no_batch_half_counted(when, monkeypatch, clean):
     loop.batch(*next(iterator))
     x, y = next(iterator)
     with monkeypatch.context() as patched:
-        patched.setattr(ClippedAdder, "add", interrupted)
+        patched.setattr(ClippedAdder, "add_gradients", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.batch(x, y)
     with pytest.raises(RuntimeError, match="was broken off: An exception was raised in backward"):
