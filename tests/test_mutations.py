@@ -815,11 +815,11 @@ def _run_not_charged(patch):
     patch.setattr(Questions, "ask", wrong)
 
 
-def _quarter_of_the_width_of_the_choice(patch):
+def _half_of_the_width_of_the_choice(patch):
     right = Questions.choice
 
     def wrong(self, what, logits, epsilon):
-        return right(self, what, 4 * logits - 3 * learned._RELUCTANCE, epsilon)
+        return right(self, what, 2 * logits - learned._RELUCTANCE, epsilon)
 
     patch.setattr(Questions, "choice", wrong)
 
@@ -1267,9 +1267,7 @@ DEFECTS += (
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
     Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
     Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),
-    Defect(
-        "a choice over a quarter of its width", _quarter_of_the_width_of_the_choice, audit_of_a_direction_and_a_choice
-    ),
+    Defect("a choice over half of its width", _half_of_the_width_of_the_choice, audit_of_a_direction_and_a_choice),
     Defect("half of the symmetric noise, by the joint law", _half_symmetric, audit_of_a_metric_and_a_scale),
     Defect("a scale read off the data", _bound_off_the_data, audit_of_a_metric_and_a_scale),
     Defect("half of the noise of directions", _less_noise, directions_have_their_noise),
