@@ -277,6 +277,7 @@ def is_cleanup(place):
 @pytest.mark.parametrize("name", quick.only(["functorch"], CALLS))
 def test_an_interrupt_at_any_line(name, tmp_path, monkeypatch):
     """At every line that the call passes where there is time (HYPOTHESIS_PROFILE=fuzz), else at some."""
+    gc.collect()  # what other tests left would end, line by line, in the middle of a call
     call, options = CALLS[name]
     (tmp_path / "before").mkdir()
     expected, places = watched(call, options, tmp_path / "before" / "ledger.jsonl")

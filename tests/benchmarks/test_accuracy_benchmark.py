@@ -46,13 +46,3 @@ def test_what_the_docs_show_is_what_was_found(task):
     assert found["task"] == task
     found["rows"] = [row for row in found["rows"] if row["method"] not in accuracy.EARLIER]  # no command makes them
     assert accuracy.table(found) in (ROOT / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
-
-
-def test_the_readme_shows_rows_of_what_was_found():
-    found = accuracy.table(read_result(ROOT / "benchmarks" / "accuracy" / "mnist.json")).splitlines()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    shown = readme[readme.index(found[0]) :]
-    shown = shown[: shown.index("")]
-    assert len(shown) > 4
-    assert [row for row in found if row in shown] == shown
-    assert all(any(row.startswith(f"| {name}") for row in shown) for name in ("zero-shot", "non-private", "dp-sgd"))
