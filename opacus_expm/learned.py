@@ -348,10 +348,9 @@ class Walk(PrivateValues):
         most B.
         """
         places = [share * self._total / self._count for share in _CHOICES]
-        values, guess = looks.losses(self._bench, self._loader, places), self._guess
-        gains = (values[:, :1] - values).nan_to_num(-guess, guess, -guess).clamp(-guess, guess).sum(0).numpy()
+        gains = looks.gains(self._bench, self._loader, places, self._guess)
         epsilon = curves.bounded_range_within(self.rule.length_mu)
-        number = self._asked.choice("choice", epsilon * gains / guess + _RELUCTANCE, epsilon)
+        number = self._asked.choice("choice", epsilon * gains / self._guess + _RELUCTANCE, epsilon)
         return self._bench.module_at(places[number])
 
 

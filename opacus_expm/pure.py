@@ -222,8 +222,7 @@ class PureRounds:
 
         A record's share of a score lies in [−B, B], so that it moves the scores by a range of at most 2B.
         """
-        values = looks.losses(bench, self._loader, places)
-        gains = (values[:, :1] - values).nan_to_num(-guess, guess, -guess).clamp(-guess, guess).sum(0).numpy()
+        gains = looks.gains(bench, self._loader, places, guess)
         rank = np.arange(len(places))
         logits = rule.length_epsilon * gains / (2 * guess) - _RELUCTANCE * (rank > 0) - _SLOPE * rank
         number = self._questions.choice("length", logits, rule.length_epsilon)

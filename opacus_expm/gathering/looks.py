@@ -151,6 +151,13 @@ def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) 
     return bench.in_memory(once, loader, "loader")
 
 
+def gains(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor], most: float) -> Array:
+    """Σ_i clip(ℓ_i(first place) − ℓ_i(place), ±B) for every place; what cannot be compared counts as the worst."""
+    values = losses(bench, loader, places)
+    found: Array = (values[:, :1] - values).nan_to_num(-most, most, -most).clamp(-most, most).sum(0).numpy()
+    return found
+
+
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
     """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
 
