@@ -17,7 +17,7 @@ from opacus_expm import _check, checkpoints, choosing, subspaces, swap
 from opacus_expm._warnings import warn
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
-from opacus_expm.bounds import QUANTILES, Bounds
+from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module, standard
@@ -31,10 +31,10 @@ from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
-from opacus_expm.public import public_metric, taught
+from opacus_expm.public import taught
 from opacus_expm.pure import PureRounds
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
-from opacus_expm.subspaces import Preconditioned, Subspace, SubspaceName
+from opacus_expm.subspaces import Subspace, SubspaceName
 
 
 class ExpMQuadEngine(NotCopied):
@@ -400,7 +400,7 @@ class ExpMQuadEngine(NotCopied):
                 progress=progress,
             )
             bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-            check_subspace(subspace, bounds, public_loader)
+            check_subspace(subspace, public_loader)
             if private_checkpoint is not None and subspace.seed is None:
                 raise ValueError(
                     "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one "
@@ -526,46 +526,6 @@ class ExpMQuadEngine(NotCopied):
         density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))
         coordinates = Exact().sample(density, self.noise.source(), draws)
         return np.array([float(evaluate(statistics.module_at(xi))) for xi in coordinates])
-
-    def public_metric(
-        self,
-        model: nn.Module,
-        public_loader: DataLoader[Any],
-        proj_dim: int | None = None,
-        *,
-        damping_share: float,
-        quantile: float = QUANTILES["max_grad_norm"],
-        projection: Preconditioned | None = None,
-        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
-        views: Views | None = None,
-    ) -> dict[str, Any]:
-        """Arguments of ``make_private_expm`` for ``"preconditioned"`` rounds without private curvature, from public data.
-
-        Args:
-            model: as in ``make_private_expm``, and so are those that are not named here.
-            public_loader: public data.
-            proj_dim: of the subspace.
-            damping_share: h₀ as a share of the largest eigenvalue of the public curvature.
-            quantile: of the public records' gradient norms in this metric, for C_g. A large one clips less.
-            projection: rank, temperature and units of the metric.
-            criterion: the loss.
-            views: of the norms, not of the curvature.
-
-        Returns:
-            ``projection`` with the curvature that was found, ``max_grad_norm`` and ``max_curvature`` = 0.
-
-        **Privacy:** uses no private data.
-        """
-        books = self.books()
-        with books.together():
-            model = standard(model)
-            _check.positive("damping_share", damping_share)
-            _check.fraction("quantile", quantile)
-            subspace = Preconditioned() if projection is None else projection
-            measurement = Measurement(subspace, proj_dim, criterion=criterion, views=views, progress=False)
-            numbers = {"damping_share": damping_share, "quantile": quantile}
-            books.same(lambda: {"model": described(check_module(model)), **numbers, **measurement.facts()})
-            return public_metric(model, public_loader, measurement, damping_share, quantile, books.ranks)
 
     def get_epsilon(self, delta: float = 0.0) -> float:
         """ε spent so far at the given δ (0 for the pure guarantee), over everything in the ledger."""

@@ -227,11 +227,6 @@ def _table():
             ValueError,
             ["public_loader must be given with projection='preconditioned'", "projection='sparse'"],
         ),
-        "denoise with private curvature": (
-            {"projection": Sparse(denoise=True)},
-            ValueError,
-            ["denoise=True needs a draw whose noise is public", "max_curvature=0"],
-        ),
         "iterable without nominal_size": (
             {"loader": DataLoader(Stream(), batch_size=16), "model": make_model(torch.float64)},
             ValueError,
@@ -434,12 +429,6 @@ def test_numbers_of_probes_and_eigenpairs_are_positive(value):
         GradSampling(probes=value)
     with pytest.raises((TypeError, ValueError), match=f"rank must be a positive integer, got {value!r}"):
         Preconditioned(rank=value)
-
-
-@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
-def test_a_damping_is_positive(value):
-    with pytest.raises(ValueError, match=f"damping must be .*greater than 0, got {value!r}"):
-        Preconditioned(damping=value)
 
 
 @pytest.mark.parametrize("value", ["unknown", 3, "Hooks"])

@@ -31,7 +31,7 @@ from opacus_expm.gathering.clipping import (
     record_gradients,
     record_quadratics,
 )
-from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
+from opacus_expm.gathering.criteria import Criterion, description, make_criterion, undecided
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
@@ -274,13 +274,13 @@ class Workbench:
         return itertools.starmap(functools.partial(with_own_views, views, self._generators), stream)
 
     def quadratics(
-        self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, temperature: float = 1.0
+        self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, naive: bool = False
     ) -> RecordQuadratics:
         """The quadratics of the records in a piece of a batch."""
         source, loss = self.prepared
         return record_quadratics(
             source,
-            loss if temperature == 1 else Softened(loss, temperature),
+            undecided(loss) if naive else loss,
             inputs,
             targets,
             curvature=curvature,
@@ -303,12 +303,12 @@ class Workbench:
         return self._ready
 
     def _records(
-        self, loader: DataLoader[Any], name: str, curvature: bool, temperature: float = 1.0
+        self, loader: DataLoader[Any], name: str, curvature: bool, naive: bool = False
     ) -> Iterator[RecordQuadratics]:
         """The quadratics of all records, batch after batch."""
         pad_to = self.pieces.padded(loader)
         for inputs, targets in self.begin(loader, name):
-            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, temperature=temperature)
+            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, naive=naive)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
@@ -440,14 +440,9 @@ class PublicRecords:
         """Records for a model. A few are processed at a time, because their rows are long; views play no part."""
         return cls(full_space(model, measurement), public_loader)
 
-    @property
-    def layout(self) -> Layout:
-        """Where each parameter is in the vector of all of them."""
-        return self.bench.layout
-
-    def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """Rows of the Gauss-Newton factors, for a few records at a time."""
-        for records in self.bench._records(self.public_loader, "public_loader", True, temperature):
+    def curvature_rows(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows of the Gauss-Newton factors, as if the model knew nothing, for a few records at a time."""
+        for records in self.bench._records(self.public_loader, "public_loader", True, naive=True):
             assert records.factors is not None
             yield records.factors.flatten(0, 1).to(self.bench.dtype), len(records.gradients)
 

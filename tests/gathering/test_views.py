@@ -9,10 +9,9 @@ from reference import dense, gradient_and_hessian, output_and_jacobian_of_each, 
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Candidate, ExpMQuadEngine, GradSampling, Stiefel, audit, suggest
+from opacus_expm import ExpMQuadEngine, GradSampling, Stiefel, audit
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import EachView, pixel_shifts, with_own_views, with_views
-from opacus_expm.suggestion import default_candidates
 
 RECORDS, FEATURES, OUTPUTS, DIM = 9, 4, 3, 5
 LOSSES = {"cross-entropy": nn.CrossEntropyLoss(), "mse": nn.MSELoss()}
@@ -327,38 +326,3 @@ def test_pixel_shifts():
     assert torch.equal(left[..., :-1], image[..., 1:])
     assert torch.equal(down[..., 0, :], image[..., 0, :])  # the edge, repeated
     assert all(v.shape == (2, 3, 5, 6) for v in pixel_shifts(torch.randn(2, 3, 5, 6)))
-
-
-def test_suggest_rehearses_views_where_they_are_given(monkeypatch):
-    model, x, y = problem(records=60)
-    model = model.float()
-    loader = DataLoader(TensorDataset(x.float(), y), batch_size=20)
-    candidates = [
-        Candidate("preconditioned", None, 1, 0.5, damping_share=0.1, public_rank=8, seen=seen) for seen in (True, False)
-    ]
-    asked = []
-    original = ExpMQuadEngine.make_private_expm
-
-    def spy(self, *arguments, **options):
-        asked.append((options["views"], options["projection"].rank))
-        return original(self, *arguments, **options)
-
-    monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
-    options = {"criterion": nn.CrossEntropyLoss(), "repeats": 1}
-    found = suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, views=three, **options)
-    assert asked == [(three, 8), (None, 8)]
-    assert found.arguments()["views"] is (three if found.candidate.seen else None)
-    assert found.arguments()["projection"].rank == 8
-    assert str(found).count(", views") == (2 if found.candidate.seen else 1)
-    with pytest.raises(ValueError, match="views must be given"):
-        suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, **options)
-
-
-def test_default_candidates_have_views_only_where_there_are_any():
-    few, many = default_candidates(10_000, 1e-5), default_candidates(10_000, 1e-5, views=True)
-    assert [c for c in many if not c.seen] == [c for c in few if not c.scaled]
-    assert [c.scaled for c in many if c.seen] == [True, False]
-    assert not any(c.seen for c in few)
-    assert {c.proj_dim for c in few} == {None, 800}
-    assert all(c.proj_dim is None or c.public_rank == c.proj_dim for c in many)
-    assert [c.proj_dim for c in default_candidates(181, 1e-5, views=True)] == [None] * 7
