@@ -191,10 +191,11 @@ def test_bounds_are_measured_on_public_views_and_bought_from_private_ones():
     """The bound is a quantile of the norms of means over views, where there are views."""
     model, x, y = problem(records=64)
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
-    options = {"damping_share": 0.1, "criterion": nn.CrossEntropyLoss()}
-    plain, seen = (ExpMQuadEngine().public_metric(model, loader, views=v, **options) for v in (None, three))
-    assert plain["projection"].damping == seen["projection"].damping  # of the records as they are
-    assert plain["max_grad_norm"] != seen["max_grad_norm"]
+    others = DataLoader(TensorDataset(x.clone(), y.clone()), batch_size=16)
+    public = {"criterion": nn.CrossEntropyLoss(), "projection": "preconditioned", "public_loader": others}
+    plain, seen = (ExpMQuadEngine().gather(model, loader, None, views=v, **public) for v in (None, three))
+    assert torch.equal(plain.subspace.curvature.vectors, seen.subspace.curvature.vectors)  # of the records as they are
+    assert plain.sums.max_grad_norm != seen.sums.max_grad_norm
     quiet = {"criterion": nn.CrossEntropyLoss(), "epsilon": 1e4, "projection": Stiefel(seed=0), "max_curvature": 0.0}
     bought = [ExpMQuadEngine().gather(model, loader, DIM, views=v, **quiet).sums.max_grad_norm for v in (None, three)]
     norms = [
@@ -270,21 +271,12 @@ def test_what_is_no_function_is_refused_before_public_curvature_is_computed():
             raise AssertionError("the public data was read")
 
     public = DataLoader(Untouchable(x, y), batch_size=4)
-    for call in (
-        lambda engine: engine.public_metric(model, public, damping_share=0.1, views=3),
-        lambda engine: engine.make_private_expm(
-            model,
-            DataLoader(TensorDataset(x, y), batch_size=4),
-            *(1.0, 0.1, None),
-            projection="preconditioned",
-            public_loader=public,
-            views=3,
-        ),
-    ):
-        with pytest.raises(TypeError, match="views must be a function"):
-            call(ExpMQuadEngine())
-    with pytest.raises(AssertionError, match="was read"):
-        ExpMQuadEngine().public_metric(model, public, damping_share=0.1, views=three)
+    engine, private = ExpMQuadEngine(), DataLoader(TensorDataset(x, y), batch_size=4)
+    for views, error, message in ((3, TypeError, "views must be a function"), (three, AssertionError, "was read")):
+        with pytest.raises(error, match=message):
+            engine.make_private_expm(
+                model, private, 1.0, 0.1, None, projection="preconditioned", public_loader=public, views=views
+            )
 
 
 def test_views_have_no_part_in_sequences():
