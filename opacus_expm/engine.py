@@ -251,8 +251,8 @@ class ExpMQuadEngine(NotCopied):
         batch of the returned loader is a Poisson sample, and the ``step`` after it moves the weights by one direction. The
         rule's T directions (5 to 100, a public formula) are spread evenly over the E epochs, with a sample rate of
         min(1, E/T): an epoch goes once through as many records as there are. If the rule has fewer than E directions it
-        takes E, which are shorter. The engine makes passes of its own as well, three for one layer and six for
-        several: metric and bounds when the first batch is asked for, lengths at three steps on the way, and after the last
+        takes E, which are shorter. The engine makes passes of its own as well, three for the last layer alone, else
+        six: metric and bounds when the first batch is asked for, lengths at three steps on the way, and after the last
         step the choice of the final weights. A batch has about n·min(1, E/T) records; ``max_physical_batch_size`` or the
         loader's batch size limits how many are processed at a time.
 

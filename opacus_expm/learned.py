@@ -7,8 +7,8 @@ The model moves in the span of directions that were released before, where a few
    scale is a private median. Eigenvalues below the edge of the noise's own spectrum are noise: the damping is there.
 2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
 3. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
-   step of length η; in the metric no learning rate has to be found for a single layer.
-4. **Length.** For several layers the metric, which leaves out how layers act together, says the direction but not how
+   step of length η; in the metric no learning rate has to be found for the last layer alone.
+4. **Length.** For other layers the metric, which leaves out how layers act together, says the direction but not how
    far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
    dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
    it corrects the place, and η with it.
@@ -162,7 +162,7 @@ class LearnedRounds:
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
-        rule = self._rule(len(blocks), guess is not None)
+        rule = self._rule(bench, len(blocks), guess is not None)
         asked.admit(rule.charges(), instead_of)
         _warn_if_faint(rule, bench.layout.size)
         return Planned(bench, rule, blocks, guess)
@@ -182,18 +182,18 @@ class LearnedRounds:
             guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
         return Walk(bench, self._loader, asked, rule, bound, guess)
 
-    def _rule(self, layers: int, bounded: bool) -> Rule:
+    def _rule(self, bench: Workbench, layers: int, bounded: bool) -> Rule:
         """The rule for a model with so many layers."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
-        return Rule(*known, epochs=self._epochs)
+        return Rule(*known, epochs=self._epochs, last=bench.last_moves())
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
         measurement = self._measurement
         layers = 0 if measurement.grad_sampling.mode == "functorch" else len(bench.blocks())
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
-        return self._rule(layers, loss is not None and loss.guessing(2) is not None)
+        return self._rule(bench, layers, loss is not None and loss.guessing(2) is not None)
 
     def metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
         """Factors with noise, their roots, and each layer's scale.

@@ -27,6 +27,7 @@ class Rule:
         layers: L, the number of layers with a metric of their own.
         bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
         epochs: how many passes over the data the directions take together; None for what the others leave of ten.
+        last: whether the last layer of the model is among them.
     """
 
     epsilon: float
@@ -35,6 +36,12 @@ class Rule:
     layers: int
     bounded: bool
     epochs: int | None = None
+    last: bool = True
+
+    @property
+    def head(self) -> bool:
+        """Whether only the last layer moves: then the loss is convex and the metric nearly its curvature."""
+        return self.layers == 0 or (self.layers == 1 and self.last)
 
     @cached_property
     def mu(self) -> float:
@@ -78,18 +85,18 @@ class Rule:
 
     @property
     def rate(self) -> float:
-        """η of the first steps: for one layer 2, beyond which a quadratic loss swings, and less in much noise; or short.
+        """η of the first steps: for a head 2, beyond which a quadratic loss swings, and less in much noise; else short.
 
         Where a loop has more epochs than the rule has steps, they are shorter, and go as far with as much noise.
         """
-        if self.layers <= 1:
+        if self.head:
             return min(2.0, 0.3 * self.times) * self.own_steps / self.steps
         return self.times / (4 * self.steps)
 
     @property
     def marks(self) -> tuple[int, ...]:
         """After how many steps a length is measured."""
-        if self.layers <= 1:
+        if self.head:
             return ()
         return tuple(sorted({max(1, round(self.steps * share)) for share in _MARKS}))
 
@@ -121,7 +128,7 @@ class Rule:
     @property
     def length_mu(self) -> float:
         """Of each length, and of the choice."""
-        share = 0.02 if self.layers <= 1 else 0.06
+        share = 0.02 if self.head else 0.06
         return self.mu * math.sqrt(share / (len(self.marks) + 1))
 
     def queries(self) -> list[tuple[str, PlannedEvent]]:

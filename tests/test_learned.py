@@ -63,15 +63,15 @@ def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
 # --- the rule --------------------------------------------------------------------------------------------------------
 
 
-def _plan(epsilon, delta, n, layers, bounded):
+def _plan(epsilon, delta, n, layers, bounded, head):
     """What has to be in the ledger, written down a second time from the formula: (what, ε_range, μ, run)."""
     mu = curves.gaussian_mu(epsilon, delta)
     times = max(5, min(14, round(n * mu / 30)))
     steps = min(100, times * max(1, 2 * layers - 1))
-    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.15, 0.4)}) if layers > 1 else []
+    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.15, 0.4)}) if not head else []
     looks = (2 if layers else 1) + 2 / 3 * (len(marks) + 1) + (0 if bounded else 1 / 3)
     rate = min(1.0, (10 - looks) / steps)
-    length = mu * math.sqrt((0.06 if layers > 1 else 0.02) / (len(marks) + 1))
+    length = mu * math.sqrt((0.02 if head else 0.06) / (len(marks) + 1))
 
     def choice(what, cost):
         return (what, curves.bounded_range_within(cost), math.inf, None)
@@ -87,15 +87,21 @@ def _plan(epsilon, delta, n, layers, bounded):
     return [*before, run, *after]
 
 
-@pytest.mark.parametrize("make", [_line, _deep])
-def test_the_ledger_holds_what_the_public_formula_says(make):
+def _early():
+    deep = _deep()
+    deep[2].requires_grad_(False)
+    return deep
+
+
+@pytest.mark.parametrize(("make", "layers", "last"), [(_line, 1, True), (_deep, 2, True), (_early, 1, False)])
+def test_the_ledger_holds_what_the_public_formula_says(make, layers, last):
     engine = ExpMQuadEngine()
     _released(make(), engine=engine)
     held = engine.accountant.releases
-    expected = _plan(EPSILON, DELTA, RECORDS, 1 if make is _line else 2, bounded=False)
+    expected = _plan(EPSILON, DELTA, RECORDS, layers, bounded=False, head=make is _line)
     assert [(q.what, q.epsilon_range, q.mu, q.run) for q in held] == expected
     assert all((q.epsilon, q.delta, q.nominal_size) == (EPSILON, DELTA, RECORDS) for q in held)
-    rule = Rule(EPSILON, DELTA, RECORDS, 1 if make is _line else 2, bounded=False)
+    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False, last=last)
     assert [(c.epsilon_range, c.mu, c.runs) for c in rule.charges()] == [(q.epsilon_range, q.mu, q.runs) for q in held]
     assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
     assert engine.get_epsilon(0.0) == math.inf
@@ -119,6 +125,15 @@ def test_the_parts_leave_most_for_the_directions(n, layers):
     assert spent < 0.27 * rule.mu**2
     assert rule.passes <= 10 + 1e-9
     assert 5 <= rule.steps <= 100
+
+
+def test_an_early_layer_alone_has_lengths_and_short_steps():
+    early, head = (Rule(EPSILON, DELTA, 1000, 1, bounded=True, last=last) for last in (False, True))
+    assert (early.steps, early.marks) == (9, (1, 4))
+    assert (head.steps, head.marks) == (9, ())
+    assert early.rate == pytest.approx(0.25)
+    assert head.rate == 2
+    assert Rule(EPSILON, DELTA, 1000, 2, True, last=False).charges() == Rule(EPSILON, DELTA, 1000, 2, True).charges()
 
 
 # --- what is released ------------------------------------------------------------------------------------------------
