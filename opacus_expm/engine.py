@@ -238,11 +238,11 @@ class ExpMQuadEngine(NotCopied):
         poisson_sampling: bool | None = None,
         clipping: str = "flat",
         noise_generator: None = None,
-        grad_sample_mode: str | GradSampling | None = "ghost",
+        grad_sample_mode: str | GradSampling = "hooks",
         wrap_model: bool = True,
         progress: bool | None = None,
-    ) -> swap.StandIns:
-        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode, without any further argument.
+    ) -> swap.Three | swap.Four:
+        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon``, without any further argument.
 
         The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged. What it may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
@@ -267,7 +267,8 @@ class ExpMQuadEngine(NotCopied):
             module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
                 ``requires_grad`` move, and have to be the optimizer's.
             optimizer: the loop's; its learning rate plays no part.
-            criterion: the loss; cross-entropy by default, as with Opacus.
+            criterion: the loss; cross-entropy by default, as with Opacus. In hooks mode the loop's own criterion has to be
+                the same one, as in ``nn.CrossEntropyLoss()(output, target)`` or ``F.cross_entropy(output, target)``.
             data_loader: private data, every record once an epoch (see ``gathering.loaders``).
             target_epsilon: ε of all epochs together.
             target_delta: δ of all epochs together; 0 gives pure ε-DP, and needs a radius.
@@ -289,13 +290,14 @@ class ExpMQuadEngine(NotCopied):
             poisson_sampling: may be left out: batches are Poisson samples without a radius, and only then.
             clipping: ``"flat"``, with one bound for a record's gradient (and one for its curvature).
             noise_generator: None; noise belongs to the engine, ``ExpMQuadEngine(noise_generator=...)``.
-            grad_sample_mode: ``"ghost"`` for hooks where they can serve; ``"hooks"``, ``"functorch"`` or a
-                ``GradSampling`` insist.
+            grad_sample_mode: ``"hooks"`` or ``"ghost"``, which differ in what is returned, for hooks where they can serve;
+                ``"functorch"`` or a ``GradSampling`` insist.
             wrap_model: True, though nothing is wrapped.
             progress: show a bar for passes over public data.
 
         Returns:
-            (module, optimizer, criterion, data_loader) for the loop. ``module`` is the one that came.
+            What Opacus returns: (module, optimizer, data_loader) for the loop, and with ``grad_sample_mode="ghost"``
+            (module, optimizer, criterion, data_loader). ``module`` is the one that came.
 
         Raises:
             TypeError, ValueError: bad input; nothing is charged or changed.
@@ -331,7 +333,7 @@ class ExpMQuadEngine(NotCopied):
             budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
             plan = Plan(budget, bounds, measurement, public_loader)
             rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
-        return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
+        return swap.stand_ins(module, optimizer, loss, data_loader, rounds, ghost=protocol.ghost)
 
     def make_private(self, **_: object) -> NoReturn:
         """Not here: a noise multiplier has no meaning for the exponential mechanism.

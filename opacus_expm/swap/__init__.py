@@ -1,4 +1,4 @@
-"""What an unchanged Opacus training loop needs: stand-ins for its four objects.
+"""What an unchanged Opacus training loop needs: stand-ins for its objects.
 
     for epoch in range(E):
         for x, y in data_loader:            # every record once; or samples
@@ -29,9 +29,12 @@ records, so that no other sample can be chosen in its place, and the loop can go
 | an epoch without a ``step()`` after its last batch | an error at its end | an error at the next batch |
 | parameters changed by the script between epochs | the next round starts there | an error after the first batch |
 | ``backward()`` or ``step()`` after the last round | an error | an error |
-| a loss that the returned criterion did not build | an error in its ``backward()`` | the same |
+| a loss that is not the criterion's | an error in its ``backward()`` | the same |
 
 A sample without records is never given to the script: the loop draws it by itself.
+
+In ghost mode the loop is given a criterion. In hooks mode it has its own, whose call the module's outputs recognise
+(``swap.outputs``).
 
 The module is the user's own object, as the trained module is in Opacus. Whatever the script has bound to it sees the private
 model, its class and the keys of its ``state_dict`` stay the same, and its weights move in place. Until the last round only
@@ -51,6 +54,6 @@ the records themselves, and like the number of records in a sample, they must no
 """
 
 from opacus_expm.swap.epoch import Gathering, Rounds, Samples
-from opacus_expm.swap.stand_ins import Protocol, StandIns, originals, stand_ins, unfinished
+from opacus_expm.swap.stand_ins import Four, Protocol, Three, originals, stand_ins, unfinished
 
-__all__ = ["Gathering", "Protocol", "Rounds", "Samples", "StandIns", "originals", "stand_ins", "unfinished"]
+__all__ = ["Four", "Gathering", "Protocol", "Rounds", "Samples", "Three", "originals", "stand_ins", "unfinished"]

@@ -1,4 +1,4 @@
-"""The four objects that an Opacus training loop is given in place of its own, and the checks of what came.
+"""The objects that an Opacus training loop is given in place of its own, and the checks of what came.
 
 The module is the user's own object; the optimizer, the criterion and the loader are stand-ins.
 
@@ -24,7 +24,7 @@ from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module
 from opacus_expm.swap.epoch import Loss, Rounds
-from opacus_expm.swap.losses import PrivateLoss
+from opacus_expm.swap.outputs import known
 from opacus_expm.swap.training import Training
 
 _WITHOUT_MEANING = {
@@ -46,9 +46,7 @@ class StandInCriterion(PrivateValues):
         self.criterion, self._training = criterion, training
         self.reduction = getattr(criterion, "reduction", "mean")
 
-    def __call__(
-        self, input: Tensor, target: Tensor, *, shape: tuple[int, ...] | torch.Size | None = None
-    ) -> PrivateLoss | Tensor:
+    def __call__(self, input: Tensor, target: Tensor, *, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """The loss of a batch.
 
         Args:
@@ -133,7 +131,8 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
         return getattr(self.original_loader, name)
 
 
-StandIns = tuple[nn.Module, StandInOptimizer, StandInCriterion, StandInLoader]
+Three = tuple[nn.Module, StandInOptimizer, StandInLoader]
+Four = tuple[nn.Module, StandInOptimizer, StandInCriterion, StandInLoader]
 
 
 def originals(
@@ -187,8 +186,13 @@ class Protocol:
     grad_sample_mode: str | None
     wrap_model: bool
 
+    @property
+    def ghost(self) -> bool:
+        """Whether the loop is given a criterion, as with Opacus in ghost mode alone."""
+        return self.grad_sample_mode == "ghost"
+
     def checked(self, criterion: Loss, *, sampled: bool) -> str | None:
-        """Refuse what has no meaning here, and translate the gradient mode.
+        """Refuse what has no meaning here, and translate the gradient mode; None is hooks where they can serve.
 
         Args:
             criterion: the loop's.
@@ -225,7 +229,18 @@ class Protocol:
         _check.one_of("clipping", self.clipping, ("flat",))
         if self.grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", self.grad_sample_mode, ("ghost", "hooks", "functorch"))
-        return None if self.grad_sample_mode == "ghost" else self.grad_sample_mode
+        if not self.ghost and known(criterion) is None:
+            raise ValueError(
+                f"criterion is {_named(criterion)}, which is not one call of a loss of torch.nn.functional, so that the "
+                "loop's own loss could not be recognised; pass grad_sample_mode='ghost', and in the loop use the criterion "
+                "that is then returned: module, optimizer, criterion, data_loader = ..."
+            )
+        return "functorch" if self.grad_sample_mode == "functorch" else None
+
+
+def _named(criterion: Loss) -> str:
+    """A criterion by its name."""
+    return getattr(criterion, "__qualname__", None) or type(criterion).__qualname__
 
 
 def unfinished(module: nn.Module) -> Admission | None:
@@ -235,18 +250,21 @@ def unfinished(module: nn.Module) -> Admission | None:
 
 
 def stand_ins(
-    module: nn.Module, optimizer: optim.Optimizer, criterion: Loss, data_loader: DataLoader[Any], rounds: Rounds
-) -> StandIns:
-    """What an Opacus training loop is given in place of the four objects that ``originals`` checked.
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    criterion: Loss,
+    data_loader: DataLoader[Any],
+    rounds: Rounds,
+    *,
+    ghost: bool,
+) -> Three | Four:
+    """What an Opacus training loop is given in place of the objects that ``originals`` checked; ``ghost`` gives a criterion.
 
     A loop that is never finished costs what it has drawn. A module that is passed again starts a new loop.
     """
     training = Training(module, criterion, data_loader, rounds)
-    result = (
-        module,
-        StandInOptimizer(optimizer, training),
-        StandInCriterion(criterion, training),
-        StandInLoader(data_loader, training),
-    )
+    own_optimizer, own_loader = StandInOptimizer(optimizer, training), StandInLoader(data_loader, training)
     training.start()
-    return result
+    if ghost:
+        return module, own_optimizer, StandInCriterion(criterion, training), own_loader
+    return module, own_optimizer, own_loader

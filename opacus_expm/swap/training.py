@@ -20,10 +20,15 @@ from opacus_expm.gathering.passes import Pass
 from opacus_expm.swap.epoch import UNCHANGED, Epoch, Gathering, Loss, Rounds, Samples, known_batches
 from opacus_expm.swap.forward import Forward
 from opacus_expm.swap.losses import PrivateLoss, Ticket
+from opacus_expm.swap.outputs import LossCall, Outputs, known
 from opacus_expm.swap.tensors import changed_since, fingerprint, tensors_of
 
 _AGAIN = "Nothing was released; start the epoch again from its beginning (for ... in data_loader)"
 _LOST = "The sample is lost and counts as one without records; the loop can go on with the next one (for ... in data_loader)"
+_ANOTHER_LOSS = (
+    "backward() for the loss {}, where the engine knows {}, with which it measures and which it counts. Pass the loss of "
+    "the loop to make_private_with_epsilon as criterion=; without it, it is nn.CrossEntropyLoss()."
+)
 
 
 class Training(PrivateValues):
@@ -38,7 +43,7 @@ class Training(PrivateValues):
 
     def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds):
         self.module, self.rounds = module, rounds
-        self._criterion, self._loader = criterion, loader
+        self._criterion, self._call, self._loader = criterion, known(criterion), loader
         self._plain: DataLoader[Any] | None = None  # made of the loader's parts, and iterated in its place
         self._round: Gathering | None = rounds.begin(module, 0)
         self._begun_at = fingerprint(module)
@@ -244,14 +249,23 @@ class Training(PrivateValues):
             epoch.remember_call(self._forward.as_inputs(args, kwargs), outputs)
         return result
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> PrivateLoss | Tensor:
-        """A private loss, whose ``backward`` counts the batch; an ordinary one where other data is evaluated."""
+    def loss(self, outputs: Tensor, targets: Tensor, call: LossCall | None = None) -> Tensor:
+        """A private loss, whose ``backward`` counts the batch; an ordinary one where other data is evaluated.
+
+        Args:
+            outputs: of the module.
+            targets: what they should be.
+            call: of a loss by which the script computes it; None for the criterion that it was given.
+        """
         epoch = self._epoch or Epoch()
         ticket = epoch.ticket(outputs, targets)
         evaluated = not (torch.is_grad_enabled() and self.module.training)
         if evaluated and not isinstance(ticket, Ticket) and not epoch.gave(targets):
-            return self._criterion(outputs, targets)
-        return PrivateLoss(self.count, ticket)
+            plain = outputs.plain() if isinstance(outputs, Outputs) else outputs
+            return (call or self._criterion)(plain, targets)
+        if call is not None and (self._call is None or not call.same(self._call)):
+            ticket = _ANOTHER_LOSS.format(call, self._call or self._criterion)
+        return PrivateLoss.of(self.count, ticket, self._forward.anchor)
 
     def count(self, ticket: Ticket | str) -> None:
         """Add the statistics of a batch. It must be the present one, and not yet counted."""

@@ -119,6 +119,7 @@ def test_a_release_moves_parameters_by_their_units():
     module = make_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer, criterion, batches = engine().make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=module, optimizer=optimizer, criterion=CRITERION, data_loader=private, target_epsilon=5.0,
         target_delta=1e-5, epochs=3, max_grad_norm=0.4, radius=0.5, proj_dim=None,
         projection=metric(UNITS), public_loader=public, progress=False,

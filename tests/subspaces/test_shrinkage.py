@@ -229,6 +229,7 @@ def test_a_training_loop_denoises_as_one_call_does():
     module = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
     module.load_state_dict(MODEL.state_dict())
     module, optimizer, criterion, batches = seeded().make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=loader, target_epsilon=1.0, target_delta=1e-5, epochs=2, max_grad_norm=1.0, radius=2.0, proj_dim=None,
         projection=metric(True), public_loader=loaders(9), progress=False,

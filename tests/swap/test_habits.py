@@ -110,7 +110,7 @@ def adds_losses_up(loop):
         loss.backward()
         loop.optimizer.step()
         total += loss.item() * len(x)
-        losses += [loss, loss.detach().cpu().numpy()]
+        losses += [loss.item(), loss.detach().cpu().numpy()]
     assert f"{total / RECORDS:.3f}" == "private"
     assert f"{sum(losses) / len(losses):8.2f} {np.mean(losses):.1f}" == "private private"
 
