@@ -335,16 +335,34 @@ class ExpMQuadEngine(NotCopied):
             rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds, ghost=protocol.ghost)
 
-    def make_private(self, **_: object) -> NoReturn:
-        """Not here: a noise multiplier has no meaning for the exponential mechanism.
+    def make_private(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        grad_sample_mode: str = "hooks",
+        epochs: int | None = None,
+        target_delta: float = 1e-5,
+        **_: object,
+    ) -> NoReturn:
+        """Not here: a noise multiplier says how noisy a step is. The error has the call that asks for as much privacy.
+
+        Args:
+            data_loader: whose batches give the sample rate.
+            noise_multiplier: σ of DP-SGD.
+            max_grad_norm: is handed on.
+            grad_sample_mode: as in ``make_private_with_epsilon``.
+            epochs: of the loop; without them ε is told for several.
+            target_delta: δ, at which ε is told.
+            **_: the other arguments of Opacus's ``make_private``.
 
         Raises:
-            NotImplementedError: naming what to use instead.
+            NotImplementedError: with the call of ``make_private_with_epsilon``, its ε by Opacus's own accountant.
         """
+        ghost = "ghost" in grad_sample_mode
         raise NotImplementedError(
-            "make_private(noise_multiplier=...) has no meaning here, where no noise is added to gradients: use "
-            "make_private_with_epsilon(target_epsilon=..., target_delta=..., epochs=...) for a training loop, or "
-            "make_private_expm(model, loader, epsilon, delta=...) without one"
+            swap.equivalent_call(data_loader, noise_multiplier, max_grad_norm, target_delta, epochs, ghost=ghost)
         )
 
     @classmethod

@@ -92,9 +92,6 @@ def test_the_criterion_is_cross_entropy_by_default(clean):
 
 
 def test_methods_without_meaning_name_what_to_use():
-    engine = ExpMQuadEngine()
-    with pytest.raises(NotImplementedError, match="make_private_with_epsilon"):
-        engine.make_private(module=make_model(), noise_multiplier=1.0, max_grad_norm=1.0)
     model = make_model()
     assert ExpMQuadEngine.get_compatible_module(model) is model
     loop = make_loop()
