@@ -20,7 +20,8 @@ records, so that no other sample can be chosen in its place, and the loop can go
 |---|---|---|
 | several ``backward()`` for one ``step()`` | accepted: records are added up | an error at the next batch |
 | a loss divided by a number | accepted | accepted |
-| learning rates, schedulers, ``clip_grad_norm_``, optimizer state | harmless: no gradient step is taken | the same |
+| learning rates, schedulers, ``clip_grad_norm_``, ``GradScaler``, optimizer state | harmless | the same |
+| Opacus's ``BatchMemoryManager`` | serves | serves: the step after a batch's last piece is its own |
 | evaluation with ``module.eval()`` and ``torch.no_grad()`` | works as always and is not counted | the same |
 | iterating over ``data_loader`` in evaluation mode | every record once | the same |
 | a batch without ``backward()``, or with two | an error; the epoch is broken off | an error; the sample is lost |

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -111,8 +112,11 @@ class Forward:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the loop answer a call of the module."""
-        return self.loop.forward(args, kwargs)
+        """Let the loop answer a call of the module, as it is: what was compiled afterwards would trace into the loop."""
+        answer = self.loop.forward
+        if "torch._dynamo" in sys.modules:  # which takes seconds to load, and is there where something was compiled
+            answer = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]
+        return answer(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)

@@ -121,6 +121,9 @@ class Ticket(PrivateValues):
         return replace(self, inputs=None, targets=torch.empty(0), held=[])
 
 
+Count = Callable[[Ticket | str, bool], None]
+
+
 class PrivateTensor(PrivateValues, Tensor):
     """A tensor of private losses: NaN, which text calls "private"."""
 
@@ -183,20 +186,21 @@ class PrivateTensor(PrivateValues, Tensor):
 class PrivateLoss(PrivateTensor):
     """The loss of a batch of private records, whose ``backward`` counts the batch."""
 
-    _count: Callable[[Ticket | str], None]
+    _count: Count
     _ticket: Ticket | str
+    _scaled: bool  # by a tensor, as gradient scalers do, which then look for gradients
 
     @staticmethod
-    def of(count: Callable[[Ticket | str], None], ticket: Ticket | str, anchor: Tensor) -> PrivateLoss:
+    def of(count: Count, ticket: Ticket | str, anchor: Tensor) -> PrivateLoss:
         """A loss.
 
         Args:
-            count: adds a batch to the statistics of its epoch, or raises an error.
+            count: adds a batch to the statistics of its epoch, or raises an error; told whether a scaler wants gradients.
             ticket: what the loss was built from, or the reason why the batch cannot be counted.
             anchor: any tensor that requires a gradient, so that the loss does, as scripts may ask.
         """
         loss: PrivateLoss = guarded(torch.tensor(math.nan), anchor).as_subclass(PrivateLoss)
-        loss._count, loss._ticket = count, ticket
+        loss._count, loss._ticket, loss._scaled = count, ticket, False
         return loss
 
     def backward(self, *_: Any, **__: Any) -> None:
@@ -205,14 +209,16 @@ class PrivateLoss(PrivateTensor):
         Raises:
             RuntimeError: the batch cannot be counted; the message says why and what to do.
         """
-        self._count(self._ticket)
+        self._count(self._ticket, self._scaled)
         if isinstance(self._ticket, Ticket):  # a list of losses must not keep batches alive
             self._ticket = self._ticket.emptied()
 
     def still(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a function of torch leaves it the loss of its batch: a mean of one number, or a positive factor."""
         if name in ("mul", "multiply") or (name in ("div", "divide", "true_divide") and args[0] is self):
-            return sum(a is self for a in args) == 1 and all(a is self or _positive(a) for a in args)
+            factors = [a for a in args if a is not self]
+            self._scaled = self._scaled or any(isinstance(a, Tensor) for a in factors)
+            return len(factors) == 1 and _positive(factors[0])
         return name in ("mean", "sum", "to", "cuda", "cpu", "float", "double", "squeeze") and args[0] is self
 
 

@@ -7,6 +7,7 @@ The module is the user's own object; the optimizer, the criterion and the loader
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
+from opacus.utils import batch_memory_manager
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -29,7 +31,8 @@ from opacus_expm.swap.training import Training
 
 _WITHOUT_MEANING = {
     "noise_multiplier": "no noise is added to gradients; engine.accountant.releases says what each draw was",
-    "signal_skip_step": "batches are cut by max_physical_batch_size= of make_private_with_epsilon",
+    "signal_skip_step": "the loop knows which step is a batch's last; cut batches with Opacus's BatchMemoryManager, or by "
+    "max_physical_batch_size= of make_private_with_epsilon",
     "attach_step_hook": "the engine charges its own draws",
 }
 
@@ -113,17 +116,22 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
     Args:
         loader: the user's own.
         training: the loop's state.
+        size: the largest number of records that it gives at once; 0 for whole batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], training: Training):
+    def __init__(self, loader: DataLoader[Any], training: Training, size: int = 0):
         self.__dict__.update(vars(loader))
-        self.original_loader, self._training = loader, training
+        self.original_loader, self._training, self._size = loader, training, size
+
+    def in_pieces(self, size: int) -> StandInLoader:
+        """The same batches, with at most ``size`` records at once; the step after a batch's last piece is the batch's."""
+        return StandInLoader(self.original_loader, self._training, _check.positive_int("max_physical_batch_size", size))
 
     def __iter__(self) -> Any:
-        return self._training.batches()
+        return self._training.batches(self._size)
 
     def __len__(self) -> int:
-        return self._training.length
+        return self._training.length(self._size)
 
     def __getattr__(self, name: str) -> Any:
         if name == "original_loader":
@@ -249,6 +257,27 @@ def unfinished(module: nn.Module) -> Admission | None:
     return None if training is None else training.rounds.admission
 
 
+def _serve_memory_manager() -> None:
+    """Have Opacus's ``BatchMemoryManager`` cut the batches of a stand-in, whose records it cannot fetch by itself.
+
+    It wraps loaders by a function of its module, which is replaced by one that asks a stand-in for its pieces. Other loaders
+    are wrapped as before.
+    """
+    wrap = batch_memory_manager.wrap_data_loader
+    if getattr(wrap, "asks_stand_ins", False):
+        return
+
+    @functools.wraps(wrap)
+    def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: Any) -> DataLoader[Any]:
+        if isinstance(data_loader, StandInLoader):
+            return data_loader.in_pieces(max_batch_size)
+        found: DataLoader[Any] = wrap(data_loader=data_loader, max_batch_size=max_batch_size, optimizer=optimizer)
+        return found
+
+    vars(wrap_data_loader)["asks_stand_ins"] = True
+    batch_memory_manager.wrap_data_loader = wrap_data_loader
+
+
 def stand_ins(
     module: nn.Module,
     optimizer: optim.Optimizer,
@@ -262,6 +291,7 @@ def stand_ins(
 
     A loop that is never finished costs what it has drawn. A module that is passed again starts a new loop.
     """
+    _serve_memory_manager()
     training = Training(module, criterion, data_loader, rounds)
     own_optimizer, own_loader = StandInOptimizer(optimizer, training), StandInLoader(data_loader, training)
     training.start()
