@@ -225,7 +225,7 @@ def part_of(
 def each_alone(loader: DataLoader[Any], name: str = "loader", batch: int = 0) -> DataLoader[Any]:
     """A plain loader over the records of a checked one, whose rows depend on their own record alone.
 
-    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length changes;
+    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length grows;
     it fetches and collates one record at a time (``collating.Alone``). Its workers end with it; ``batch`` is as in ``like``.
     """
     # A loader of one whole batch is that of a training loop, and its batch came out of a loader like the one made here.

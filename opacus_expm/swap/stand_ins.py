@@ -61,6 +61,9 @@ class StandInCriterion(PrivateValues):
             input, target = input.reshape(shape), target.reshape(shape[:-1])
         return self._training.loss(input, target)
 
+    def __repr__(self) -> str:
+        return f"StandInCriterion({_named(self.criterion)}, {self._training!r})"
+
     def to(self, *args: Any, **kwargs: Any) -> StandInCriterion:
         """Move the user's criterion, if it is a module."""
         if isinstance(self.criterion, nn.Module):
@@ -98,6 +101,10 @@ class StandInOptimizer(PrivateValues, optim.Optimizer):
         self._training.step()
         return result
 
+    def __repr__(self) -> str:
+        own = type(self.original_optimizer).__name__
+        return f"StandInOptimizer({own} in the loop, no gradient steps, {self._training!r})"
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: all parameters with ``requires_grad`` move, and no others."""
         if getattr(self, "_training", None) is not None:
@@ -126,6 +133,10 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
     def in_pieces(self, size: int) -> StandInLoader:
         """The same batches, with at most ``size`` records at once; the step after a batch's last piece is the batch's."""
         return StandInLoader(self.original_loader, self._training, _check.positive_int("max_physical_batch_size", size))
+
+    def __repr__(self) -> str:
+        cut = f", at most {self._size} records at once" if self._size else ""
+        return f"StandInLoader({self._training.kind}, at most {len(self)} batches an epoch{cut}, {self._training!r})"
 
     def __iter__(self) -> Any:
         return self._training.batches(self._size)

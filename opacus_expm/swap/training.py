@@ -58,6 +58,10 @@ class Training(PrivateValues):
         self._zeros: list[nn.Parameter] = []  # whose gradients are zeros, for a gradient scaler
         self._forward = Forward(module, self)
 
+    def __repr__(self) -> str:
+        state = "" if self._ended is None else ", ended"
+        return f"Training({self._number} of {self.rounds.count} rounds drawn{state})"
+
     @staticmethod
     def of(module: nn.Module) -> Training | None:
         """The unfinished loop that a module is in."""
@@ -91,6 +95,11 @@ class Training(PrivateValues):
         """The rounds over samples if an iteration would be one of training; None if it would be of every record once."""
         training = self.module.training and torch.is_grad_enabled()
         return self._samples if training and self._ended is None else None
+
+    @property
+    def kind(self) -> str:
+        """What an iteration gives."""
+        return "every record once" if self._samples_now is None else "Poisson samples"
 
     def length(self, size: int = 0) -> int:
         """How many batches an iteration gives, at the most; in pieces of ``size`` records about as many."""
