@@ -166,6 +166,11 @@ def originals(
         raise ValueError(
             f"module is a {type(module).__name__}, already prepared by Opacus; pass the module inside it, module._module"
         )
+    if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+        raise ValueError(
+            "module is a LightningModule, which is tied to its trainer and cannot be copied; keep the network in an "
+            "attribute of it, and pass that"
+        )
     module = check_module(module)
     if isinstance(optimizer, StandInOptimizer | DPOptimizer):
         optimizer = optimizer.original_optimizer
