@@ -241,7 +241,7 @@ class ExpMQuadEngine(NotCopied):
         grad_sample_mode: str | GradSampling = "hooks",
         wrap_model: bool = True,
         progress: bool | None = None,
-    ) -> swap.Three | swap.Four:
+    ) -> tuple[Any, ...]:
         """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon``, without any further argument.
 
         The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged. What it may

@@ -56,15 +56,13 @@ the records themselves, and like the number of records in a sample, they must no
 
 from opacus_expm.swap.epoch import Gathering, Rounds, Samples
 from opacus_expm.swap.equivalent import equivalent_call
-from opacus_expm.swap.stand_ins import Four, Protocol, Three, originals, stand_ins, unfinished
+from opacus_expm.swap.stand_ins import Protocol, originals, stand_ins, unfinished
 
 __all__ = [
-    "Four",
     "Gathering",
     "Protocol",
     "Rounds",
     "Samples",
-    "Three",
     "equivalent_call",
     "originals",
     "stand_ins",

@@ -79,7 +79,7 @@ _KEPT = {
     "clone",
     "getitem",
 }
-_KEPT |= {"select", "narrow", "to", "type", "type_as", "float", "double", "cpu", "cuda", "requires_grad_"}
+_KEPT |= {"select", "narrow", "to", "type", "type_as", "float", "double", "cpu", "cuda", "requires_grad"}
 
 
 class Outputs(Tensor):
@@ -123,6 +123,7 @@ class Outputs(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         through = first.through or (None if name.strip("_") in _KEPT else name)
+        through = "an attribute" if through == "__get__" else through
 
         def given(value: Tensor) -> Tensor:
             return Outputs.of(value, answer, through) if value.is_floating_point() else value

@@ -7,7 +7,6 @@ The module is the user's own object; the optimizer, the criterion and the loader
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
-from opacus.utils import batch_memory_manager
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -26,6 +24,7 @@ from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module
 from opacus_expm.swap.epoch import Loss, Rounds
+from opacus_expm.swap.memory import serve_memory_manager
 from opacus_expm.swap.outputs import known
 from opacus_expm.swap.training import Training
 
@@ -150,10 +149,6 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
         return getattr(self.original_loader, name)
 
 
-Three = tuple[nn.Module, StandInOptimizer, StandInLoader]
-Four = tuple[nn.Module, StandInOptimizer, StandInCriterion, StandInLoader]
-
-
 def originals(
     module: nn.Module, optimizer: optim.Optimizer, criterion: Loss | None, data_loader: DataLoader[Any]
 ) -> tuple[nn.Module, optim.Optimizer, Loss, DataLoader[Any]]:
@@ -273,27 +268,6 @@ def unfinished(module: nn.Module) -> Admission | None:
     return None if training is None else training.rounds.admission
 
 
-def _serve_memory_manager() -> None:
-    """Have Opacus's ``BatchMemoryManager`` cut the batches of a stand-in, whose records it cannot fetch by itself.
-
-    It wraps loaders by a function of its module, which is replaced by one that asks a stand-in for its pieces. Other loaders
-    are wrapped as before.
-    """
-    wrap = batch_memory_manager.wrap_data_loader
-    if getattr(wrap, "asks_stand_ins", False):
-        return
-
-    @functools.wraps(wrap)
-    def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: Any) -> DataLoader[Any]:
-        if isinstance(data_loader, StandInLoader):
-            return data_loader.in_pieces(max_batch_size)
-        found: DataLoader[Any] = wrap(data_loader=data_loader, max_batch_size=max_batch_size, optimizer=optimizer)
-        return found
-
-    vars(wrap_data_loader)["asks_stand_ins"] = True
-    batch_memory_manager.wrap_data_loader = wrap_data_loader
-
-
 def stand_ins(
     module: nn.Module,
     optimizer: optim.Optimizer,
@@ -302,12 +276,13 @@ def stand_ins(
     rounds: Rounds,
     *,
     ghost: bool,
-) -> Three | Four:
-    """What an Opacus training loop is given in place of the objects that ``originals`` checked; ``ghost`` gives a criterion.
+) -> tuple[Any, ...]:
+    """What an Opacus training loop is given in place of the objects that ``originals`` checked.
 
-    A loop that is never finished costs what it has drawn. A module that is passed again starts a new loop.
+    (module, optimizer, loader), and where ``ghost`` asks for it (module, optimizer, criterion, loader). A loop that is never
+    finished costs what it has drawn. A module that is passed again starts a new loop.
     """
-    _serve_memory_manager()
+    serve_memory_manager()
     training = Training(module, criterion, data_loader, rounds)
     own_optimizer, own_loader = StandInOptimizer(optimizer, training), StandInLoader(data_loader, training)
     training.start()
