@@ -1,8 +1,8 @@
 """Opacus's ``BatchMemoryManager``: loaders of a loop cut their own batches, because only they know the samples.
 
-The manager makes a new loader of the old one's parts, which would read other records than the loop's. It does so in a function
-of its module, which is replaced once a loop is made: a loader that can give its batches in pieces is asked for them, and every
-other one is wrapped as before.
+The manager makes a new loader of the old one's parts, which would read other records than the loop's. It does so in a
+function of its module, which is replaced once a loop is made: a loader that can give its batches in pieces is asked for
+them, and every other one is wrapped as before.
 
 **Privacy:** nothing here sees a record.
 """
