@@ -150,11 +150,11 @@ class Epoch(PrivateValues):
             return "backward() without a batch from the returned data_loader."
         if not self._calls:
             return f"backward() for inputs that are not those of the batch from the returned data_loader. {UNCHANGED}."
+        if isinstance(outputs, Outputs) and outputs.through is not None:
+            return f"backward() for outputs that went through {outputs.through} before the criterion. {UNCHANGED}."
         calls = [c for c in self._calls if c.gave(outputs)]
         if not calls:
             return f"backward() for outputs that are not those of the returned module. {UNCHANGED}."
-        if isinstance(outputs, Outputs) and outputs.through is not None:
-            return f"backward() for outputs that went through {outputs.through} before the criterion. {UNCHANGED}."
         if not self.unchanged([targets]):
             return f"backward() for targets that are not those of the batch from the returned data_loader. {UNCHANGED}."
         held = [*calls[-1].held, *self._tensors, *with_versions(targets)]

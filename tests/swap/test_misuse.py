@@ -62,7 +62,7 @@ def counts_an_earlier_batch(loop):
 
 def goes_on_after_an_error(loop):
     for x, y in loop.loader:
-        with pytest.raises(RuntimeError, match="not those of the returned module"):
+        with pytest.raises(RuntimeError, match="outputs that went through softmax before"):
             loop.criterion(loop.module(x).softmax(1), y).backward()
         loop.criterion(loop.module(x), y).backward()
 
@@ -198,6 +198,13 @@ def works_on_the_outputs_in_place(loop):
         loop.criterion(outputs, y).backward()
 
 
+def writes_into_the_outputs(loop):
+    for x, y in loop.loader:
+        outputs = loop.module(x)
+        outputs[0] = 0.0
+        loop.criterion(outputs, y).backward()
+
+
 def builds_its_own_loss_in_evaluation_mode(loop):
     loop.module.eval()
     for x, y in make_loader():
@@ -235,7 +242,7 @@ MISUSES = [
     (repeats_records, "error", "inputs that are not those of the batch"),
     (changes_targets, "error", "targets that are not those of the batch"),
     (changes_targets_in_place, "error", "changed in place"),
-    (changes_outputs, "error", "outputs that are not those of the returned module"),
+    (changes_outputs, "error", "outputs that went through div before the criterion"),
     (adds_a_penalty, "error", "regularization="),
     (adds_to_a_penalty, "error", "regularization="),
     (climbs, "error", "only a loss as the criterion gives it"),
@@ -249,7 +256,8 @@ MISUSES = [
     (uses_another_reduction, "error", "cross_entropy"),
     (works_on_the_outputs, "error", "outputs that went through clamp before the criterion"),
     (detaches_the_outputs, "error", "outputs that went through detach before"),
-    (works_on_the_outputs_in_place, "error", "outputs that are not those of the returned module"),
+    (works_on_the_outputs_in_place, "error", "outputs that went through mul_ before"),
+    (writes_into_the_outputs, "error", "outputs that are not those of the returned module"),
     (changes_weights, "error", "changed, moved or frozen during the epoch"),
 ]
 
