@@ -238,11 +238,11 @@ class ExpMQuadEngine(NotCopied):
         poisson_sampling: bool | None = None,
         clipping: str = "flat",
         noise_generator: None = None,
-        grad_sample_mode: str | GradSampling | None = "ghost",
+        grad_sample_mode: str | GradSampling = "hooks",
         wrap_model: bool = True,
         progress: bool | None = None,
-    ) -> swap.StandIns:
-        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode, without any further argument.
+    ) -> tuple[Any, ...]:
+        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon``, without any further argument.
 
         The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged. What it may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
@@ -267,7 +267,8 @@ class ExpMQuadEngine(NotCopied):
             module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
                 ``requires_grad`` move, and have to be the optimizer's.
             optimizer: the loop's; its learning rate plays no part.
-            criterion: the loss; cross-entropy by default, as with Opacus.
+            criterion: the loss; cross-entropy by default, as with Opacus. In hooks mode the loop's own criterion has to be
+                the same one, as in ``nn.CrossEntropyLoss()(output, target)`` or ``F.cross_entropy(output, target)``.
             data_loader: private data, every record once an epoch (see ``gathering.loaders``).
             target_epsilon: ε of all epochs together.
             target_delta: δ of all epochs together; 0 gives pure ε-DP, and needs a radius.
@@ -289,13 +290,14 @@ class ExpMQuadEngine(NotCopied):
             poisson_sampling: may be left out: batches are Poisson samples without a radius, and only then.
             clipping: ``"flat"``, with one bound for a record's gradient (and one for its curvature).
             noise_generator: None; noise belongs to the engine, ``ExpMQuadEngine(noise_generator=...)``.
-            grad_sample_mode: ``"ghost"`` for hooks where they can serve; ``"hooks"``, ``"functorch"`` or a
-                ``GradSampling`` insist.
+            grad_sample_mode: ``"hooks"`` or ``"ghost"``, which differ in what is returned, for hooks where they can serve;
+                ``"functorch"`` or a ``GradSampling`` insist.
             wrap_model: True, though nothing is wrapped.
             progress: show a bar for passes over public data.
 
         Returns:
-            (module, optimizer, criterion, data_loader) for the loop. ``module`` is the one that came.
+            What Opacus returns: (module, optimizer, data_loader) for the loop, and with ``grad_sample_mode="ghost"``
+            (module, optimizer, criterion, data_loader). ``module`` is the one that came.
 
         Raises:
             TypeError, ValueError: bad input; nothing is charged or changed.
@@ -331,18 +333,36 @@ class ExpMQuadEngine(NotCopied):
             budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
             plan = Plan(budget, bounds, measurement, public_loader)
             rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
-        return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
+        return swap.stand_ins(module, optimizer, loss, data_loader, rounds, ghost=protocol.ghost)
 
-    def make_private(self, **_: object) -> NoReturn:
-        """Not here: a noise multiplier has no meaning for the exponential mechanism.
+    def make_private(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        grad_sample_mode: str = "hooks",
+        epochs: int | None = None,
+        target_delta: float = 1e-5,
+        **_: object,
+    ) -> NoReturn:
+        """Not here: a noise multiplier says how noisy a step is. The error has the call that asks for as much privacy.
+
+        Args:
+            data_loader: whose batches give the sample rate.
+            noise_multiplier: σ of DP-SGD.
+            max_grad_norm: is handed on.
+            grad_sample_mode: as in ``make_private_with_epsilon``.
+            epochs: of the loop; without them ε is told for several.
+            target_delta: δ, at which ε is told.
+            **_: the other arguments of Opacus's ``make_private``.
 
         Raises:
-            NotImplementedError: naming what to use instead.
+            NotImplementedError: with the call of ``make_private_with_epsilon``, its ε by Opacus's own accountant.
         """
+        ghost = "ghost" in grad_sample_mode
         raise NotImplementedError(
-            "make_private(noise_multiplier=...) has no meaning here, where no noise is added to gradients: use "
-            "make_private_with_epsilon(target_epsilon=..., target_delta=..., epochs=...) for a training loop, or "
-            "make_private_expm(model, loader, epsilon, delta=...) without one"
+            swap.equivalent_call(data_loader, noise_multiplier, max_grad_norm, target_delta, epochs, ghost=ghost)
         )
 
     @classmethod

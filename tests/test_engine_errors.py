@@ -125,6 +125,16 @@ def _table():
             ValueError,
             ["'weight'", "torch.complex64", "real floating"],
         ),
+        "model scripted": (
+            {"model": torch.jit.script(make_model())},
+            ValueError,
+            ["model comes from torch.jit.script or torch.jit.trace", "pass the module as it was before"],
+        ),
+        "model scripted in part": (
+            {"model": nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(FEATURES, 1)))},
+            ValueError,
+            ["layer '1' of model comes from torch.jit.script", "or freeze"],
+        ),
         "model with batch statistics": (
             {"model": nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False))},
             ValueError,

@@ -151,6 +151,7 @@ def training_loop(engine, model, **options):
 def loop_in_place(engine, model, **options):
     """Two epochs of an Opacus loop."""
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=model,
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         data_loader=make_loader(),
@@ -760,6 +761,7 @@ def test_memory_that_runs_out_in_a_training_loop():
     def loop_of(model):
         engine = ExpMQuadEngine()
         module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+            grad_sample_mode="ghost",
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(TensorDataset(*make_tensors(96)), batch_size=32),

@@ -53,6 +53,7 @@ def in_a_loop(engine):
     """An Opacus training loop of two epochs."""
     model, loader = problem()
     module, optimizer, criterion, batches = engine.make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=loader, target_epsilon=2.0, target_delta=1e-5, epochs=2, max_grad_norm=0.4, radius=0.3, proj_dim=None,
     )  # fmt: skip

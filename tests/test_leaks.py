@@ -311,15 +311,15 @@ def training_loop(tap, directory):
         **options_of(**GIVEN),
     )
     tap.returned(things)
-    module, optimizer, criterion, loader = things
-    total = 0
+    module, optimizer, loader = things
+    criterion, total = nn.CrossEntropyLoss(), 0
     for x, y in loader:
         loss = criterion(module(x), y)
         total = total + loss.item()
         tap.returned(loss)
         tap.texts += [f"{loss} {loss.item():.4f} {total} {loss!r}"]
         with tap.refused(TypeError):
-            float(loss)
+            int(loss)
         loss.backward()
         optimizer.step()
     with tap.refused(RuntimeError):

@@ -222,18 +222,18 @@ def part_of(
     return like(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
 
 
-def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
+def each_alone(loader: DataLoader[Any], name: str = "loader", batch: int = 0) -> DataLoader[Any]:
     """A plain loader over the records of a checked one, whose rows depend on their own record alone.
 
-    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length
-    changes; it fetches and collates one record at a time (``collating.Alone``). Its workers end with it.
+    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length grows;
+    it fetches and collates one record at a time (``collating.Alone``). Its workers end with it; ``batch`` is as in ``like``.
     """
     # A loader of one whole batch is that of a training loop, and its batch came out of a loader like the one made here.
     if loader.batch_sampler is None or _whole_batches(loader):
         return loader
     collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
     if isinstance(loader.dataset, IterableDataset):
-        return like(loader, loader.dataset, None, collate_fn=collate)
+        return like(loader, loader.dataset, None, collate_fn=collate, batch=batch)
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler = loader.batch_sampler.sampler
     size = len(loader.dataset)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
     elif type(sampler) is SubsetRandomSampler:
         order = SubsetRandomSampler([int(i) for i in sampler.indices], generator=sampler.generator)
     dataset = _OneAtATime(loader.dataset) if _fetches_batches(loader.dataset) else loader.dataset
-    return like(loader, dataset, order, collate_fn=collate)
+    return like(loader, dataset, order, collate_fn=collate, batch=batch)
 
 
 def like(

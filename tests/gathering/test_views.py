@@ -218,6 +218,7 @@ def test_a_training_loop_takes_views():
         return three(inputs)
 
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=trained, optimizer=torch.optim.SGD(trained.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=4), target_epsilon=1.0, target_delta=0.0, epochs=1,
         max_grad_norm=1.0, radius=0.1, proj_dim=DIM, views=views,
