@@ -117,6 +117,8 @@ class Secrets:
         after(ClippedAdder, "result", sums)
         after(opacus_expm.bounds, "grid_counts", quantiles)
         after(opacus_expm.bounds, "private_quantile", scores)
+        after(opacus_expm.gathering.looks, "gradient_norms", lambda found, *_: self.add(FINE, found))
+        after(opacus_expm.gathering.looks, "gains", lambda found, *_: self.add(COARSE, found))
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
         after(_Conditional, "accepted", acceptance)
@@ -329,6 +331,14 @@ def training_loop(tap, directory):
     tap.returned(engine)
 
 
+def without_a_radius(tap, directory):
+    engine = ExpMQuadEngine(ledger_path=directory / "learned.jsonl")
+    for delta in (1e-5, 0.0):
+        options = {"criterion": LOSS, "nominal_size": NOMINAL, "progress": True, "delta": delta}
+        tap.returned(engine.make_private_expm(make_model(), make_loader(), 1.0, **options))
+    tap.returned(engine)
+
+
 def rehearsal(tap, directory):
     found = suggest(
         make_model(),
@@ -365,7 +375,7 @@ def test_nothing_private_comes_out(tmp_path, monkeypatch, capfd):
         secrets.add(FINE, losses.numpy())
         secrets.add(COARSE, losses.mean().numpy(), losses.sum().numpy(), RECORDS)
         secrets.values[COARSE].add(float(RECORDS))
-        for drive in (passes_and_draws, bought_bounds, broken_data, training_loop):
+        for drive in (passes_and_draws, bought_bounds, broken_data, training_loop, without_a_radius):
             drive(tap, tmp_path)
         with secrets.deaf():  # on public records
             rehearsal(tap, tmp_path)
