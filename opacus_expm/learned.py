@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from opacus_expm import _check, _warnings, words
+from opacus_expm._bars import bar
 from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.books import Books
@@ -138,8 +138,7 @@ class LearnedRounds:
         """
         try:
             walk = self.begin(self.plan(model))
-            hidden = None if self._shows is None else not self._shows
-            for _ in tqdm(range(walk.rule.steps), desc="rounds", unit="step", disable=hidden, leave=False):
+            for _ in bar(self._shows, range(walk.rule.steps), desc="rounds", unit="step", leave=False):
                 walk.step(walk.sample())
             return walk.module()
         finally:
