@@ -1,6 +1,7 @@
 """A word about a release, on the logger ``opacus_expm``: what was done at INFO, and what looks wrong at WARNING.
 
-Python shows a logger's warnings unless told otherwise, and the rest after ``logging.basicConfig(level=logging.INFO)``.
+Python shows a logger's warnings unless told otherwise, and the rest after
+``logging.getLogger("opacus_expm").setLevel(logging.INFO)``: Opacus has set up where loggers write.
 With a ``noise_generator`` nothing is released but only tried, and what looks wrong is at INFO too.
 
 **Privacy:** every number is public. It is an argument, a part of the public plan, in the ledger, or follows from the weights
