@@ -56,7 +56,10 @@ PAPER = {
     "icu": {"radius": 0.1, "proj_dim": 20, "regularization": 0.0},
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
-ROUNDS = {"preconditioned": (8, 3.0), "sixteen rounds": (16, 4.0)}  # in the full space of public curvature: T and radius
+ROUNDS = {
+    "preconditioned": (8, 3.0),
+    "sixteen rounds": (16, 4.0),
+}  # in the full space of public curvature: T and radius
 PURE = {"sine": (0.1, None), "mnist": (3.0, 400), "icu": (0.3, None)}  # of one preconditioned draw, radius and proj_dim
 
 GRID = {
@@ -221,7 +224,11 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
     name, release = options.task, None
     for epsilon, delta in itertools.product(options.epsilon, options.delta):
         cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method == "sixteen rounds" and delta == 0):
+        if (
+            log.get(cell) is not None
+            or (method == "paper" and delta > 0)
+            or (method == "sixteen rounds" and delta == 0)
+        ):
             continue
 
         def once(epsilon=epsilon, delta=delta) -> Facts:

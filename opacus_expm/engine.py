@@ -168,8 +168,8 @@ class ExpMQuadEngine(NotCopied):
                 that also says how many probes of each record's curvature are taken.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``loaders.Pieces``).
-            progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
-                would tell the data set's size.
+            progress: show a bar; None shows it on a terminal and in a notebook. No bar is shown where ``nominal_size`` is
+                given, because it would tell the data set's size.
 
         Returns:
             A plain module of ``model``'s own class with parameters θ* + Aξ.

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
-from opacus_expm import _check, _warnings
+from opacus_expm import _check, _warnings, words
+from opacus_expm._bars import bar
 from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.books import Books
@@ -138,8 +138,7 @@ class LearnedRounds:
         """
         try:
             walk = self.begin(self.plan(model))
-            hidden = None if self._shows is None else not self._shows
-            for _ in tqdm(range(walk.rule.steps), desc="rounds", unit="step", disable=hidden, leave=False):
+            for _ in bar(self._shows, range(walk.rule.steps), desc="rounds", unit="step", leave=False):
                 walk.step(walk.sample())
             return walk.module()
         finally:
@@ -164,6 +163,7 @@ class LearnedRounds:
         guess = bench.prepared[1].guessing(outputs)
         rule = self._rule(bench, len(blocks), guess is not None)
         asked.admit(rule.charges(), instead_of)
+        words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
         return Planned(bench, rule, blocks, guess)
 
@@ -351,7 +351,11 @@ class Walk(PrivateValues):
         gains = looks.gains(self._bench, self._loader, places, self._guess)
         epsilon = curves.bounded_range_within(self.rule.length_mu)
         number = self._asked.choice("choice", epsilon * gains / self._guess + _RELUCTANCE, epsilon)
-        return self._bench.module_at(places[number])
+        rule, found = self.rule, self._bench.module_at(places[number])
+        sample = f"samples of {rule.sample_rate:.2g} of the records"
+        what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
+        words.of_walk(self._asked.books, what, rule.passes, self._bench.module_at(places[0]), found)
+        return found
 
 
 # Public weights of a bound: in the metric, norms are of the order of one.

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _warnings
+from opacus_expm import _check, _warnings, words
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Release
 from opacus_expm.books import Books
@@ -338,7 +339,11 @@ class Rounds:
         module = model
         try:
             for number in range(self.count):
-                module = self.draw(self.begin(module, number).over(self._loader), number)
+                gathering = self.begin(module, number)
+                statistics = gathering.over(self._loader)
+                if number == 0:
+                    words.of_start(self._books, gathering.bench)
+                module = self.draw(statistics, number)
         finally:
             self.end()
         return module
@@ -393,18 +398,14 @@ def release(
     if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
         epsilon_range, mu = cost_whatever_the_bounds(allowance, calibrated.method)
     c, reach = calibrated.inverse_temperature, statistics.nominal_size * statistics.sums.max_grad_norm * radius
-    coordinates = drawn(
-        statistics,
-        release_event(
-            statistics, budget, replace(calibrated, epsilon_range=epsilon_range, mu=mu), books, number=number
-        ),
-        books,
-        c,
-        lambda density: books.noise.draw(density, c * reach),
-        admission,
+    event = release_event(
+        statistics, budget, replace(calibrated, epsilon_range=epsilon_range, mu=mu), books, number=number
     )
+    coordinates = drawn(statistics, event, books, c, lambda density: books.noise.draw(density, c * reach), admission)
+    share = float(np.linalg.norm(coordinates)) / radius
     module = statistics.module_at(coordinates)
     books.ranks.adopt([p for p in module.parameters() if p.requires_grad])
+    words.of_draw(books, event, c, share, statistics.module, module)
     return module
 
 

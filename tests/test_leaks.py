@@ -116,6 +116,8 @@ class Secrets:
         after(ClippedAdder, "result", sums)
         after(opacus_expm.bounds, "grid_counts", quantiles)
         after(opacus_expm.bounds, "private_quantile", scores)
+        after(opacus_expm.gathering.looks, "gradient_norms", lambda found, *_: self.add(FINE, found))
+        after(opacus_expm.gathering.looks, "gains", lambda found, *_: self.add(COARSE, found))
         after(Exact, "sample", density)
         after(_Tilted, "accepted", acceptance)
         after(_Conditional, "accepted", acceptance)
@@ -124,6 +126,7 @@ class Secrets:
         """Tokens that are a private number, rounded or cut off."""
         text = re.sub(r"0x[0-9a-f]+|\b[0-9a-f]{16,}\b", " ", text)  # addresses and digests
         text = re.sub(r"\d{4}-\d\d-\d\dT\S+|\d\d:\d\d<\S+ +\S+(record/s|s/record|it/s|s/it)", " ", text)  # times
+        text = re.sub(r"^\d\d/\d\d/\d{4} [\d:]+:", " ", text, flags=re.MULTILINE)  # Opacus's handler of logs
         text = re.sub(r"(seconds|memory|peak_mib)\W+[\d.e+-]+", " ", text)  # measured by compare
         ordered = {digits: sorted(values) for digits, values in self.values.items()}
         found = []
@@ -328,6 +331,14 @@ def training_loop(tap, directory):
     tap.returned(engine)
 
 
+def without_a_radius(tap, directory):
+    engine = ExpMQuadEngine(ledger_path=directory / "learned.jsonl")
+    for delta in (1e-5, 0.0):
+        options = {"criterion": LOSS, "nominal_size": NOMINAL, "progress": True, "delta": delta}
+        tap.returned(engine.make_private_expm(make_model(), make_loader(), 1.0, **options))
+    tap.returned(engine)
+
+
 def side_by_side(tap, directory):
     task = Task(make_model(), make_data(5, 200), make_data(1), make_data(6, 200), LOSS, "tiny", "accuracy")
     found = compare(task, [1.0], seeds=1, methods=["zero-shot", "expm", "expm-delta"], out=directory)
@@ -349,7 +360,7 @@ def test_nothing_private_comes_out(tmp_path, monkeypatch, capfd):
         secrets.add(FINE, losses.numpy())
         secrets.add(COARSE, losses.mean().numpy(), losses.sum().numpy(), RECORDS)
         secrets.values[COARSE].add(float(RECORDS))
-        for drive in (passes_and_draws, bought_bounds, broken_data, training_loop):
+        for drive in (passes_and_draws, bought_bounds, broken_data, training_loop, without_a_radius):
             drive(tap, tmp_path)
         side_by_side(tap, tmp_path / "comparison")
     shown = capfd.readouterr()

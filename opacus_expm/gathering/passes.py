@@ -35,6 +35,7 @@ from opacus_expm.gathering.criteria import Criterion, description, make_criterio
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
+from opacus_expm.gathering.independence import synthetic_outputs
 from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
@@ -265,6 +266,7 @@ class Workbench:
         if views is not None:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
+        self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
