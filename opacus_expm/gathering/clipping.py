@@ -249,7 +249,7 @@ def record_gradients(
         return gradients(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype), count)
     outputs, pullback = source.outputs_and_pullback(inputs)
     rows = pullback(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype)[:, None])[:, 0]
-    return RecordGradients(count, (), rows, rows.shape[1])
+    return RecordGradients(count, len(rows), (), rows, rows.shape[1])
 
 
 def padded(inputs: Any, targets: Tensor, pad_to: int | None) -> tuple[Any, Tensor]:

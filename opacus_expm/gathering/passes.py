@@ -50,6 +50,7 @@ from opacus_expm.gathering.model import (
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.gathering.threads import Threads, operations
 from opacus_expm.gathering.views import EachView, check_each_alone, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
@@ -94,6 +95,7 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
         self._criterion: Criterion | None = None
+        self._threads = Threads()
 
     def within(self, subspace: Subspace) -> Workbench:
         """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
@@ -219,7 +221,7 @@ class Workbench:
         while True:
             size = self.pieces.padded(loader)
             try:
-                with exact_arithmetic(), generators.refreshed():
+                with exact_arithmetic(), generators.refreshed(), self._threads.shared(size):
                     return once()
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):
@@ -267,6 +269,7 @@ class Workbench:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
         self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
+        self._threads.learn(operations(self._working, example))
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
