@@ -17,17 +17,18 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="opacus-expm", description="Private fine-tuning for Opacus users.")
     found.add_argument("--version", action="version", version=f"%(prog)s {version('opacus-expm')}")
     commands = found.add_subparsers(dest="command", required=True)
-    side = commands.add_parser("compare", help="zero-shot, non-private, Opacus DP-SGD and ExpM-Quad side by side")
+    side = commands.add_parser(
+        "compare", help="zero-shot, non-private, Opacus DP-SGD (tuned) and ExpM-Quad (untuned) side by side"
+    )
     side.add_argument("task", choices=("sine", "mnist", "icu"), help="sine is synthetic; the others need data")
     side.add_argument("--epsilon", type=float, nargs="+", help="budgets (default: 0.1 0.3 1 3 10; quick: 0.1 1 10)")
     side.add_argument(
         "--delta", type=float, default=1e-5, help="of DP-SGD and of ExpM-Quad (ε, δ) (default: %(default)s)"
     )
-    side.add_argument("--draws", type=int, default=1, help="above 1: simulated draws a seed instead of one release")
     side.add_argument("--seeds", type=int, help="runs of each method (default: 5; quick: 3)")
     side.add_argument("--trials", type=int, default=2, help="runs of each candidate in tuning (default: %(default)s)")
     side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
-    side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
+    side.add_argument("--quick", action="store_true", help="small grids: sine in less than a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     check = commands.add_parser(
         "audit", help="what the mechanism reveals, found on synthetic data, beside what it claims"

@@ -82,7 +82,6 @@ def test_compare_goes_on_where_it_was(capsys, tmp_path, monkeypatch):
         (["sine", "--epsilon", "nan"], "got nan"),
         (["sine", "--epsilon", "much"], "argument --epsilon: invalid float value: 'much'"),
         (["sine", "--delta", "1"], "delta must be in [0, 1), got 1.0"),
-        (["sine", "--draws", "0"], "draws must be a positive integer, got 0"),
         (["sine", "--trials", "0"], "trials must be a positive integer, got 0"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
@@ -122,7 +121,7 @@ def test_help_lists_the_options(capsys):
         cli.main(["compare", "--help"])
     assert raised.value.code == 0
     shown = capsys.readouterr().out
-    assert all(option in shown for option in ("--epsilon", "--delta", "--draws", "--seeds", "--out", "--quick"))
+    assert all(option in shown for option in ("--epsilon", "--delta", "--trials", "--seeds", "--out", "--quick"))
 
 
 LOADED = """

@@ -366,7 +366,7 @@ def test_a_flipped_bit_in_the_weights_is_noticed(checkpoint, tmp_path):
 
 
 def comparison():
-    row = Row("expm", 1.0, 0.0, (1.0, 2.0), False, 0.5, None, {"radius": 0.1})
+    row = Row("dp-sgd", 1.0, 1e-5, (1.0, 2.0), 0.5, None, {"learning_rate": 0.1})
     return Comparison(
         task="sine",
         metric="loss",
@@ -374,7 +374,7 @@ def comparison():
         seeds=(0, 1),
         trials=1,
         validation=0.2,
-        grids={"expm": ({"radius": (0.1, 0.2)},)},
+        grids={"dp-sgd": ({"learning_rate": (0.1, 0.2)},)},
         rows=(row,),
         search=(),
     )
@@ -422,16 +422,16 @@ def test_a_damaged_journal_is_passed_over(tmp_path_factory, change, deep):
     entry = {
         "configuration": "this",
         "cell": {"method": "expm", "seed": 1},
-        "outcome": {"values": [1.5], "seconds": 0.25, "memory": None, "simulated": False},
+        "outcome": {"score": 1.5, "seconds": 0.25, "memory": None},
     }
     line = json.dumps(entry).encode()
     changed = change(line) if callable(change) else json.dumps(replaced(entry, *change)).encode()
     path.write_bytes(b"[" * 100_000 * deep + b"\n" + changed + b"\n" + line + b"\n")
     found = [Outcome.from_facts(f) for _, f in Journal(path, "this", Outcome.from_facts).entries()]
-    assert Outcome((1.5,), 0.25, None, False) in found
+    assert Outcome(1.5, 0.25, None) in found
     for outcome in found:
         assert isinstance(outcome.seconds, int | float)
-        assert all(isinstance(v, float) for v in outcome.values)
+        assert isinstance(outcome.score, float)
 
 
 class Payload:

@@ -26,6 +26,7 @@ from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, EXPERIMENTS, METHODS, RADII, RADIUS, TASKS, Effort, Setting
 from opacus_expm import _check, paper
 from opacus_expm.accounting.events import NoGuarantee
+from opacus_expm.baselines import tensors
 from opacus_expm.engine import ExpMQuadEngine
 from opacus_expm.experiments import tasks
 from opacus_expm.experiments.compare import compare, task_digest
@@ -232,7 +233,7 @@ class _Simulations:
         if self._pass is not None and self._pass[:2] == (method, dim):
             return
         self._pass = None  # before the next statistics are there
-        x, y = self._task.public.tensors
+        x, y = tensors("public", self._task.public)
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_PUBLIC_RECORDS]
         loader = DataLoader(self._task.private, batch_size=_BATCH)
         source: dict[str, Any] = {}

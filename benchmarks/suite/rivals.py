@@ -83,7 +83,7 @@ def task_of(name: str, seed: int) -> Task:
 
 def candidates(name: str) -> list[Settings]:
     """All settings of a task's grid."""
-    return combinations(GRIDS[name], parameters=0)
+    return combinations(GRIDS[name])
 
 
 def schedule(settings: Settings, records: int) -> tuple[int, int]:

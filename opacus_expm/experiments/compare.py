@@ -7,14 +7,13 @@
 | ``"zero-shot"`` | nothing private is used | the pretrained model |
 | ``"non-private"`` | none | Adam on the private data |
 | ``"dp-sgd"`` | (ε, δ) | Opacus: Poisson sampling, hooks, noise calibrated by its PRV accountant |
-| ``"expm"`` | (ε, 0) | ``ExpMQuadEngine``, pure |
-| ``"expm-delta"`` | (ε, δ) | ``ExpMQuadEngine`` at the same δ as DP-SGD |
+| ``"expm"`` | (ε, 0) | ``make_private_expm(model, loader, epsilon)`` |
+| ``"expm-delta"`` | (ε, δ) | ``make_private_expm(model, loader, epsilon, delta=delta)``, at the same δ as DP-SGD |
 
-Every method that has settings has a grid of them, and all grids are searched in the same way. A part of the *private*
-records is held out; candidates are trained on the rest and scored on that part; the best is then trained on all private
-records, once a seed, and scored on the test data. The test data takes no part in any choice. Nor is it public data
-that decides, since the point of fine-tuning is that the private data differ. What the choice costs is not charged, to no
-method: the figures compare methods at their best, and are not those of a deployment, which must choose on public data.
+Ours has a budget and nothing to tune. The others have a grid of settings. A part of the *private* records is held out;
+candidates are trained on the rest and scored on that part; the best is then trained on all private records, once a seed, and
+scored on the test data, which takes no part in any choice. What the choice costs is not charged: the figures show DP-SGD at
+its best, and ours as it would be deployed.
 
 **Privacy:** a comparison is an experiment, not a release. It trains without privacy, tunes without charge and releases many
 times; its numbers, and the files it writes, are for data on which that is allowed.
@@ -30,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from tqdm.auto import tqdm
 
 from opacus_expm import _check
 from opacus_expm.baselines import check_criterion, tensors
-from opacus_expm.experiments.cells import Bench, Cell, Lab, Outcome
+from opacus_expm.experiments.cells import Bench, Cell, Outcome
 from opacus_expm.experiments.journal import Journal, canonical
 from opacus_expm.experiments.methods import (
     GRIDS,
@@ -65,13 +64,11 @@ def compare(
     model: nn.Module | Task,
     epsilons: Sequence[float],
     *,
-    public: DataLoader[Any] | Dataset[Any] | None = None,
     private: DataLoader[Any] | Dataset[Any] | None = None,
     test: DataLoader[Any] | Dataset[Any] | None = None,
     delta: float = 1e-5,
     seeds: int | Sequence[int] = 5,
     methods: Sequence[Method] | None = None,
-    draws: int = 1,
     trials: int = 2,
     validation: float = 0.2,
     grids: Mapping[str, Grid | Sequence[Grid]] | None = None,
@@ -84,24 +81,20 @@ def compare(
     How settings are chosen, and that this is not charged, is said at the top of the module.
 
     Args:
-        model: pretrained module, with the three data sets below; or a ``Task``, which has them already, for another loss or
+        model: pretrained module, with the two data sets below; or a ``Task``, which has them already, for another loss or
             metric than those that are inferred.
         epsilons: budgets, in any order.
-        public: loader or data set of pairs (input, target), read into memory: free to use, for bounds and curvature.
-            Targets that are whole numbers are classes (cross-entropy, accuracy), others numbers (mean squared error).
-        private: data to fine-tune on.
+        private: data to fine-tune on: a loader or data set of pairs (input, target), read into memory. Targets that are
+            whole numbers are classes (cross-entropy, accuracy), others numbers (mean squared error).
         test: data to score on, like the private ones and none of them.
         delta: δ of DP-SGD and of ``"expm-delta"``; 0 leaves both out.
-        seeds: how many runs of each method, or their seeds. A seed fixes everything that is random: the subspace, the noise,
-            the sampling.
+        seeds: how many runs of each method, or their seeds. A seed fixes everything that is random: the noise, the sampling.
         methods: some of ``METHODS``; all of them by default.
-        draws: with 1, a value of ExpM-Quad is that of one release. With more, ``ExpMQuadEngine.simulate`` gives this many
-            values a seed from one pass, and the result says that they are a simulation.
-        trials: runs of each candidate in the search, the same number for every method; one alone often picks a lucky one.
+        trials: runs of each candidate in the search; one alone often picks a lucky one.
         validation: share of the private records that is held out in the search.
-        grids: settings to search, by method, in place of the default ones (``GRIDS``): a mapping from names to values, of
-            which all combinations are tried, or several such mappings. ``sample_rate`` of DP-SGD is a batch's share
-            of the records; those of ExpM-Quad are arguments of ``ExpMQuadEngine.make_private_expm``.
+        grids: settings to search for ``"non-private"`` and ``"dp-sgd"``, in place of the default ones (``GRIDS``): a
+            mapping from names to values, of which all combinations are tried, or several such mappings. ``sample_rate`` of
+            DP-SGD is a batch's share of the records.
         quick: use ``QUICK_GRIDS`` where none is given.
         out: directory for finished cells. A run that was interrupted, or one with more seeds, budgets or candidates, goes on
             from there; cells of another configuration (data, model, δ, version) are ignored.
@@ -115,22 +108,19 @@ def compare(
 
     **Privacy:** none; see the top of the module.
     """
-    task = _task(model, {"public": public, "private": private, "test": test})
+    task = _task(model, {"private": private, "test": test})
     check_module(task.model)
     check_criterion(task.criterion)
     budgets = _checked_epsilons(epsilons)
     delta = _check.fraction("delta", delta)
     chosen = _checked_methods(methods, delta)
     seeds = _checked_seeds(seeds)
-    _check.positive_int("draws", draws)
     _check.positive_int("trials", trials)
     if _check.fraction("validation", validation) == 0:
         raise ValueError(f"validation must be greater than 0, got {validation!r}")
-    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     searched = checked_grids(grids, QUICK_GRIDS if quick else GRIDS, chosen)
-    candidates = {method: combinations(searched[method], parameters) for method in searched}
-    lab = Lab(task)
-    search, full = Bench(_held_out(task, validation), lab, delta), Bench(task, lab, delta)
+    candidates = {method: combinations(searched[method]) for method in searched}
+    search, full = Bench(_held_out(task, validation), delta), Bench(task, delta)
     path = None if out is None else Path(out) / _FILE
     journal = Journal(path, task_digest(task, delta, validation), Outcome.from_facts)
     tuned = _trials(candidates, budgets, trials)
@@ -140,7 +130,7 @@ def compare(
         scores = _run(search, tuned, journal, bar)
         search_results, best = _best(candidates, budgets, tuned, scores, task.metric)
         cells = [
-            Cell("run", method, epsilon, seed, best.get((method, epsilon), {}), draws if "expm" in method else 1)
+            Cell("run", method, epsilon, seed, best.get((method, epsilon), {}))
             for method, epsilon in columns
             for seed in (seeds[:1] if method == "zero-shot" else seeds)
         ]
@@ -167,17 +157,14 @@ def _task(model: object, data: Mapping[str, Any]) -> Task:
             raise ValueError(f"model is a Task, which has its data already: leave out {', '.join(given)}")
         return model
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a module with public=, private= and test=, or a Task, got {type(model).__name__}"
-        )
+        raise TypeError(f"model must be a module with private= and test=, or a Task, got {type(model).__name__}")
     if len(given) < len(data):
         raise ValueError(f"model needs its data: pass {', '.join(f'{name}=' for name in data if data[name] is None)}")
     held = {name: in_memory(name, one) for name, one in data.items()}
     classes = not held["private"].tensors[1].is_floating_point()
     criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
-    return Task(
-        model, held["public"], held["private"], held["test"], criterion, metric="accuracy" if classes else "loss"
-    )
+    metric: Literal["accuracy", "loss"] = "accuracy" if classes else "loss"
+    return Task(model, None, held["private"], held["test"], criterion, metric=metric)
 
 
 def _trials(candidates: Mapping[str, list[Settings]], budgets: Sequence[float], trials: int) -> list[Cell]:
@@ -195,7 +182,7 @@ def _trials(candidates: Mapping[str, list[Settings]], budgets: Sequence[float], 
 def _run(bench: Bench, cells: list[Cell], journal: Journal, bar: tqdm[Any]) -> dict[str, Outcome]:
     """The outcome of every cell, by its key: from the journal, or run now."""
     found = {}
-    for cell in sorted(cells, key=Cell.order):  # cells that share a pass come together; otherwise as listed
+    for cell in cells:
         facts = dataclasses.asdict(cell)
         kept = journal.get(facts) or journal.put(facts, dataclasses.asdict(bench.run(cell)))
         found[cell.key()] = Outcome.from_facts(kept)
@@ -210,8 +197,7 @@ def _row(method: str, epsilon: float | None, delta: float, outcomes: Sequence[Ou
         method=method,
         epsilon=epsilon,
         delta=None if epsilon is None else 0.0 if method == "expm" else delta,
-        values=tuple(v for o in outcomes for v in o.values),
-        simulated=any(o.simulated for o in outcomes),
+        values=tuple(o.score for o in outcomes),
         seconds=moments.fmean(o.seconds for o in outcomes),
         memory=max(measured) if measured else None,
         settings=settings,
@@ -224,8 +210,10 @@ def task_digest(task: Task, *facts: object) -> str:
     named = [version("opacus-expm"), task.name, task.metric, *facts]
     digest.update(canonical([*named, repr(task.model), repr(task.criterion)]).encode())
     found = {**task.model.state_dict(), **{f"criterion.{k}": v for k, v in task.criterion.state_dict().items()}}
-    for name in ("public", "private", "test"):
-        found.update({f"{name}.{i}": t for i, t in enumerate(tensors(name, getattr(task, name)))})
+    held = {"public": task.public, "private": task.private, "test": task.test}
+    for name, data in held.items():
+        if data is not None:
+            found.update({f"{name}.{i}": t for i, t in enumerate(tensors(name, data))})
     for name, tensor in found.items():
         digest.update(f"{name} {tensor_digest(tensor)}".encode())
     return digest.hexdigest()
@@ -258,7 +246,7 @@ def _best(
             scored = []
             for settings in listed if len(listed) > 1 else ():
                 own = [c for c in cells if (c.method, c.epsilon, c.settings) == (method, epsilon, settings)]
-                score = moments.fmean(v for c in own for v in outcomes[c.key()].values)
+                score = moments.fmean(outcomes[c.key()].score for c in own)
                 scored.append(Candidate(method, epsilon, settings, score))
             search += scored
             best[method, epsilon] = max(scored, key=lambda c: _merit(c.score, metric)).settings if scored else listed[0]

@@ -20,11 +20,6 @@ class Cost:
     seconds: float = math.nan
     memory: float | None = None
 
-    def __add__(self, other: Cost) -> Cost:
-        """The cost of two runs one after the other: their times add up, their peaks do not."""
-        peaks = [m for m in (self.memory, other.memory) if m is not None]
-        return Cost(self.seconds + other.seconds, max(peaks, default=None))
-
 
 @contextmanager
 def metered(device: torch.device) -> Iterator[Cost]:

@@ -112,7 +112,7 @@ def _draw(lines: Sequence[Line], axes: Axes, ticks: Sequence[float], metric: str
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.16),
-        ncols=3,
+        ncols=2,
         fontsize="small",
         frameon=False,
         columnspacing=1.2,

@@ -9,7 +9,7 @@ import statistics as moments
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from opacus_expm import _check
 from opacus_expm._tables import markdown
 from opacus_expm.experiments import plots
 from opacus_expm.experiments.journal import canonical, read_result, write_result
-from opacus_expm.experiments.methods import LABELS, METHODS, Settings
+from opacus_expm.experiments.methods import LABELS, METHODS, OURS, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = (
     *("task", "method", "epsilon", "delta", "metric", "mean", "std"),
-    *("runs", "simulated", "seconds", "peak_mib", "settings"),
+    *("runs", "seconds", "peak_mib", "settings"),
 )
 
 
@@ -36,20 +36,18 @@ class Row:
         method: one of ``METHODS``.
         epsilon: ε, or None where the method has no budget.
         delta: δ of the guarantee, or None.
-        values: the metric on the test data, one value a run (or a simulated draw).
-        simulated: whether the values are those of simulated draws instead of releases.
-        seconds: mean time of a run: training, or the passes over the data, public ones included, and the draw, as if nothing
-            were shared between runs. Finding settings, calibrating DP-SGD's noise and scoring are not in it.
+        values: the metric on the test data, one value a run.
+        seconds: mean time of a run: training, or the engine's call. Finding settings, calibrating DP-SGD's noise and scoring
+            are not in it. The first call at a budget also finds the engine's noise, which takes about a second.
         memory: largest peak of a run in MiB above what the process held at its start (or of the graphics card, where the
             model is there); None where the system does not tell.
-        settings: what the search chose.
+        settings: what the search chose; empty where there is nothing to choose.
     """
 
     method: str
     epsilon: float | None
     delta: float | None
     values: tuple[float, ...]
-    simulated: bool
     seconds: float
     memory: float | None
     settings: Settings
@@ -57,7 +55,8 @@ class Row:
     def __post_init__(self) -> None:
         _check.one_of("method", self.method, METHODS)
         _check_budget(self.epsilon, self.delta)
-        check_measured(self)
+        check_scores(self.values)
+        check_cost(self.seconds, self.memory)
         _check_settings(self.settings)
 
     @property
@@ -152,7 +151,7 @@ class Comparison:
                 "–" if r.epsilon is None else f"{r.epsilon:g}",
                 f"{r.seconds:.2f}",
                 "–" if r.memory is None else f"{r.memory:.0f}",
-                ", ".join(f"{name}={_short(v)}{self._edge(r, name)}" for name, v in r.settings.items()),
+                ", ".join(f"{name}={_short(v)}{self._edge(r, name)}" for name, v in r.settings.items()) or "none",
             ]
             for r in self.rows
             if r.method != "zero-shot"
@@ -171,9 +170,7 @@ class Comparison:
     def _edge(self, row: Row, name: str) -> str:
         """A star where the search might have gone on: at an end of three or more numbers."""
         for grid in self.grids[row.method]:
-            fits = set(grid) == set(row.settings) and all(
-                value in grid[n] or n == "proj_dim" for n, value in row.settings.items()
-            )
+            fits = set(grid) == set(row.settings) and all(value in grid[n] for n, value in row.settings.items())
             tried = [v for v in grid[name] if isinstance(v, int | float)] if fits else []
             if len(tried) > 2 and row.settings[name] in (min(tried), max(tried)):
                 return "*"
@@ -185,19 +182,10 @@ class Comparison:
             f"Mean ± one standard deviation over {len(self.seeds)} seeds; add/remove adjacency; δ = {self.delta:g} where "
             "there is one. Seconds and peak memory above the start of a run, of one run."
         ]
-        ours = [row for row in self.rows if row.method.startswith("expm")]
-        simulated = [row for row in ours if row.simulated]
-        if simulated:
+        if any(row.method in OURS for row in self.rows):
             lines.append(
-                f"ExpM-Quad: a SIMULATION of {len(simulated[0].values) // len(self.seeds)} draws a seed from the same "
-                "statistics; together they are not private, and none is a release."
-            )
-        if len(simulated) < len(ours):
-            lines.append(f"ExpM-Quad{' in several rounds' if simulated else ''}: one release a seed.")
-        if ours:
-            lines.append(
-                "ExpM-Quad takes its bounds, and its preconditioner if any, from the public data, which DP-SGD has seen in "
-                "the pretraining only."
+                "ExpM-Quad: make_private_expm(model, loader, epsilon, delta=δ), untuned; whatever it takes from the private "
+                "records is charged."
             )
         if self.search:
             tried = {m: len({canonical(c.settings) for c in self.search if c.method == m}) for m in LABELS}
@@ -205,8 +193,8 @@ class Comparison:
             runs = "1 run each" if self.trials == 1 else f"{self.trials} runs each"
             lines.append(
                 f"Settings are the best of a grid ({counts}; {runs}) on {self.validation:.0%} of the private records, held "
-                "out for that and given back for the runs above. This choice is NOT charged, for any method. A star marks "
-                "an end of the values that were tried."
+                "out for that and given back for the runs above. This choice is NOT charged. A star marks an end of the "
+                "values that were tried."
             )
         return lines
 
@@ -216,7 +204,7 @@ class Comparison:
             writer = csv.writer(file)
             writer.writerow(_COLUMNS)
             for r in self.rows:
-                numbers = [r.mean, r.std, len(r.values), int(r.simulated), r.seconds, r.memory]
+                numbers = [r.mean, r.std, len(r.values), r.seconds, r.memory]
                 writer.writerow([self.task, r.method, r.epsilon, r.delta, self.metric, *numbers, canonical(r.settings)])
 
     def to_json(self, path: str | PathLike[str]) -> None:
@@ -276,35 +264,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Measured(Protocol):
-    """What was measured in a run, or in several."""
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The metric of each run."""
-
-    @property
-    def seconds(self) -> float:
-        """Mean time of a run."""
-
-    @property
-    def memory(self) -> float | None:
-        """The peak memory in MiB, or None where it is not known."""
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the values are those of simulated draws."""
+def check_scores(values: object) -> None:
+    """Raise unless these are scores of runs."""
+    if not isinstance(values, tuple) or not values or not all(map(_is_number, values)):
+        raise ValueError(f"values must be one number a run, got {values!r}")
 
 
-def check_measured(found: Measured) -> None:
-    """Raise unless these are numbers that a run can have given."""
-    if not isinstance(found.values, tuple) or not found.values or not all(map(_is_number, found.values)):
-        raise ValueError(f"values must be one number a run, got {found.values!r}")
-    _check.non_negative("seconds", found.seconds)
-    if found.memory is not None:
-        _check.non_negative("memory", found.memory)
-    if not isinstance(found.simulated, bool):
-        raise TypeError(f"simulated must be True or False, got {found.simulated!r}")
+def check_cost(seconds: float, memory: float | None) -> None:
+    """Raise unless a run can have cost this."""
+    _check.non_negative("seconds", seconds)
+    if memory is not None:
+        _check.non_negative("memory", memory)
 
 
 def _check_budget(epsilon: float | None, delta: float | None) -> None:

@@ -35,7 +35,7 @@ class Task:
 
     Attributes:
         model: pretrained on ``public``.
-        public: pretraining data, free to use.
+        public: pretraining data, free to use; None where there are none to show. ``compare`` does not need them.
         private: data to fine-tune on.
         test: held-out data from the private distribution.
         criterion: the loss.
@@ -44,7 +44,7 @@ class Task:
     """
 
     model: nn.Module
-    public: TensorDataset
+    public: TensorDataset | None
     private: TensorDataset
     test: TensorDataset
     criterion: nn.Module
@@ -52,7 +52,7 @@ class Task:
     metric: Literal["accuracy", "loss"] = "loss"
 
     def __post_init__(self) -> None:
-        for name in ("public", "private", "test"):
+        for name in ("private", "test") if self.public is None else ("public", "private", "test"):
             object.__setattr__(self, name, in_memory(name, getattr(self, name)))
 
     def score(self, model: nn.Module) -> float:

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import sys
@@ -27,9 +28,8 @@ from opacus_expm.mechanism import curves
 DELTA = 1e-5
 # Whole batches need no search for the noise.
 DP_SGD = {"learning_rate": (0.1,), "max_grad_norm": (1.0,), "sample_rate": (1.0,), "epochs": (5,)}
-EXPM = {"proj_dim": (3,), "radius": (0.5,)}
 NON_PRIVATE = {"learning_rate": (0.1,), "batch_size": (50,), "epochs": (5,)}
-GRIDS = {"non-private": NON_PRIVATE, "dp-sgd": DP_SGD, "expm": EXPM, "expm-delta": EXPM}
+GRIDS = {"non-private": NON_PRIVATE, "dp-sgd": DP_SGD}
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_compare_runs_every_method_at_every_budget(task):
         assert row.std > 0
         assert best < row.mean < zero_shot
         assert row.seconds > 0
-        assert not row.simulated
     assert found.row("dp-sgd", 1.0).settings == {k: v[0] for k, v in DP_SGD.items()}
+    assert found.row("expm", 1.0).settings == found.row("expm-delta", 1.0).settings == {}
     assert found.search == ()  # nothing to choose
     with pytest.raises(KeyError, match="no row"):
         found.row("dp-sgd", 2.0)
@@ -82,9 +82,7 @@ def test_compare_runs_every_method_at_every_budget(task):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_compare_takes_a_model_and_its_loaders(task, shuffle):
     """The same as a task of tensors, whatever the order in which a loader gives its records."""
-    data = {
-        name: DataLoader(getattr(task, name), batch_size=7, shuffle=shuffle) for name in ("public", "private", "test")
-    }
+    data = {name: DataLoader(getattr(task, name), batch_size=7, shuffle=shuffle) for name in ("private", "test")}
     options = {"seeds": 1, "methods": ["zero-shot", "dp-sgd", "expm"]}
     found = run(task.model, **data, **options)
     assert [row.values for row in found.rows] == [row.values for row in run(task, **options).rows]
@@ -121,7 +119,7 @@ def test_the_records_of_a_loader_are_read_once_in_their_order():
 def test_whole_number_targets_are_classes():
     data = DataLoader(Pairs(40), batch_size=8, collate_fn=collate)
     model = nn.Linear(2, 2)
-    found = run(model, public=data, private=data, test=data, methods=["zero-shot"])
+    found = run(model, private=data, test=data, methods=["zero-shot"])
     assert found.metric == "accuracy"
     assert found.row("zero-shot").values == (tasks.accuracy(model, in_memory("test", data)),)
 
@@ -138,76 +136,55 @@ def test_compare_is_fixed_by_its_seeds(task):
     assert not {v for r in first.rows for v in r.values} & {v for r in other.rows for v in r.values}
 
 
-def test_runs_spend_the_same_budget(task, engines, monkeypatch):
-    """ε of DP-SGD by Opacus's ledger, of ours by the engine's."""
-    releases = []
-    original = ExpMQuadEngine.release
+@pytest.fixture
+def calls(monkeypatch):
+    """What our engine was asked, and what its ledger said afterwards."""
+    found = []
+    original = ExpMQuadEngine.make_private_expm
 
     @functools.wraps(original)
-    def release(self, statistics, epsilon, radius, **options):
-        engine = ExpMQuadEngine()
-        model = original(engine, statistics, epsilon, radius, **options)
-        releases.append(
-            (engine.get_epsilon(options["delta"]), options["delta"], engine.accountant.releases[0].adjacency)
-        )
+    def spy(self, *arguments, **options):
+        model = original(self, *arguments, **options)
+        found.append((self, inspect.signature(original).bind(self, *arguments, **options).arguments))
         return model
 
-    monkeypatch.setattr(ExpMQuadEngine, "release", release)
+    monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
+    return found
+
+
+def test_runs_spend_the_same_budget(task, engines, calls):
+    """ε of DP-SGD by Opacus's ledger, of ours by the engine's."""
     run(task, (2.0,), seeds=1)
     ((sigma, rate, steps),) = engines[0].accountant.history
     assert rate == 1.0
     assert curves.gaussian_epsilon(math.sqrt(steps) / sigma, DELTA) == pytest.approx(2.0)
-    assert [
-        (pytest.approx(2.0, rel=1e-6), 0.0, "add_remove"),
-        (pytest.approx(2.0, rel=1e-6), DELTA, "add_remove"),
-    ] == releases
+    (pure, _), (approximate, _) = calls
+    assert pure.get_epsilon(0.0) == pytest.approx(2.0)
+    assert 1.95 < approximate.get_epsilon(DELTA) <= 2.0
+    for engine in (pure, approximate):
+        assert {event.adjacency for event in engine.accountant.releases} == {"add_remove"}
 
 
-def test_one_pass_serves_every_budget(task, monkeypatch):
-    passes = []
-    gather = ExpMQuadEngine.gather
-
-    @functools.wraps(gather)
-    def counted(self, **options):
-        passes.append((options["projection"].seed, options["proj_dim"]))
-        return gather(self, **options)
-
-    monkeypatch.setattr(ExpMQuadEngine, "gather", counted)
-    grid = {"proj_dim": (2, 3), "radius": (0.1, 0.5), "regularization": (0.0, None)}
-    run(task, (0.5, 1.0, 5.0), methods=["expm", "expm-delta"], grids={"expm": grid, "expm-delta": grid})
-    trials = [p for p in passes if p[0] >= 1_000_000]
-    assert sorted(trials) == [(1_000_000, 2), (1_000_000, 3)]
-    assert len(passes) - len(trials) == len({p for p in passes if p[0] < 1_000_000}) <= 4
-
-
-def test_a_subspace_of_full_size_is_the_full_space(task):
-    grid = {"proj_dim": (None, 6, 100), "radius": (0.5,)}
-    found = run(task, methods=["expm"], grids={"expm": grid}, seeds=1)
-    assert found.search == ()
-    assert found.row("expm", 1.0).settings == {"proj_dim": None, "radius": 0.5}
+def test_our_method_is_the_call_with_a_budget_and_nothing_else(task, calls):
+    run(task, (1.0, 2.0), seeds=1, methods=["expm", "expm-delta"])
+    assert [(asked["epsilon"], asked["delta"]) for _, asked in calls] == [
+        (1.0, 0.0),
+        (2.0, 0.0),
+        (1.0, DELTA),
+        (2.0, DELTA),
+    ]
+    for _, asked in calls:
+        assert set(asked) == {"self", "model", "loader", "epsilon", "delta", "criterion", "progress"}
+        assert asked["model"] is task.model
+        assert asked["criterion"] is task.criterion
+        records = torch.cat([x for x, _ in asked["loader"]])
+        assert torch.equal(records, task.private.tensors[0])  # all of them: none is held out for a search
 
 
-def test_rounds_and_public_curvature_run(task):
-    grid = {
-        "proj_dim": (None,),
-        "projection": ("preconditioned",),
-        "damping": (1.0,),
-        "radius": (0.5,),
-        "rounds": (1, 2),
-    }
-    found = run(task, (5.0,), methods=["zero-shot", "expm-delta"], grids={"expm-delta": grid})
-    assert {c.settings["rounds"] for c in found.search} == {1, 2}
-    assert found.row("expm-delta", 5.0).mean < found.row("zero-shot").mean
-
-
-def test_draws_are_said_to_be_simulated(task):
-    found = run(task, methods=["dp-sgd", "expm"], draws=7)
-    assert len(found.row("expm", 1.0).values) == 14
-    assert found.row("expm", 1.0).simulated
-    assert len(found.row("dp-sgd", 1.0).values) == 2
-    assert not found.row("dp-sgd", 1.0).simulated
-    assert "SIMULATION of 7 draws" in found.table()
-    assert "SIMULATION" not in run(task, methods=["dp-sgd", "expm"]).table()
+def test_public_data_are_not_needed(task):
+    options = {"seeds": 1, "methods": ["dp-sgd", "expm-delta"]}
+    without = run(dataclasses.replace(task, public=None), **options)
+    assert [row.values for row in without.rows] == [row.values for row in run(task, **options).rows]
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -220,16 +197,15 @@ def test_the_search_never_sees_the_test_data(task):
     grids = {
         "non-private": {**NON_PRIVATE, "learning_rate": (still, learning)},
         "dp-sgd": {**DP_SGD, "learning_rate": (still, learning)},
-        "expm": {**EXPM, "radius": (still, learning)},
     }
     methods = list(grids)
     found = run(poisoned, (20.0,), methods=methods, grids=grids)
     for method in methods:
-        name = "radius" if method == "expm" else "learning_rate"
         epsilon = None if method == "non-private" else 20.0
         chosen = found.row(method, epsilon)
-        assert chosen.settings[name] == learning
-        on_test = run(poisoned, (20.0,), methods=[method], grids={method: {**grids[method], name: (still,)}})
+        assert chosen.settings["learning_rate"] == learning
+        unmoved = {method: {**grids[method], "learning_rate": (still,)}}
+        on_test = run(poisoned, (20.0,), methods=[method], grids=unmoved)
         assert on_test.row(method, epsilon).mean < chosen.mean  # the test data would have chosen otherwise
     assert found.search == run(task, (20.0,), methods=methods, grids=grids).search
 
@@ -310,16 +286,14 @@ def test_finished_cells_are_not_computed_again(task, tmp_path, count):
 def test_an_interrupted_run_goes_on(task, tmp_path, count, monkeypatch):
     whole = run(task, out=None, methods=["dp-sgd", "expm"])
     count.clear()
-    release = ExpMQuadEngine.release
 
-    @functools.wraps(release)
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ExpMQuadEngine, "release", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(task, out=tmp_path, methods=["dp-sgd", "expm"])
-    monkeypatch.setattr(ExpMQuadEngine, "release", release)
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpMQuadEngine, "make_private_expm", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(task, out=tmp_path, methods=["dp-sgd", "expm"])
     with open(tmp_path / "cells.jsonl", "a", encoding="utf-8") as file:
         file.write('{"configuration": "torn')
     assert count == [("dp-sgd", 1.0, 0), ("dp-sgd", 1.0, 1), ("expm", 1.0, 0)]
@@ -332,11 +306,11 @@ def test_an_interrupted_run_goes_on(task, tmp_path, count, monkeypatch):
     assert count == []
 
 
-@pytest.mark.parametrize("changed", ["delta", "test", "model", "criterion", "draws", "validation"])
+@pytest.mark.parametrize("changed", ["delta", "test", "model", "criterion", "validation"])
 def test_another_configuration_is_computed_anew(task, tmp_path, count, changed):
     run(task, out=tmp_path, methods=["expm"], seeds=1)
     count.clear()
-    options = {"delta": 1e-6, "draws": 2, "validation": 0.3}
+    options = {"delta": 1e-6, "validation": 0.3}
     model = linear()
     with torch.no_grad():
         model.bias.fill_(0.1)
@@ -364,22 +338,24 @@ def test_diverged_runs_are_remembered(task, tmp_path, monkeypatch, count):
 @pytest.fixture
 def found():
     """A result by hand."""
-    grids = {"dp-sgd": ({"learning_rate": (0.1, 0.3, 1.0), "sample_rate": (0.1,)},), "expm": ({"radius": (0.1,)},)}
+    grids = {
+        "dp-sgd": ({"learning_rate": (0.1, 0.3, 1.0), "sample_rate": (0.1,)},),
+        "non-private": ({"epochs": (5,)},),
+    }
     rows = [
-        Row("zero-shot", None, None, (80.0,), False, 0.0, None, {}),
-        Row("non-private", None, None, (95.0, 96.0), False, 3.0, 20.0, {"epochs": 5}),
+        Row("zero-shot", None, None, (80.0,), 0.0, None, {}),
+        Row("non-private", None, None, (95.0, 96.0), 3.0, 20.0, {"epochs": 5}),
     ]
     for epsilon, better in ((0.1, 0.0), (1.0, 5.0), (10.0, 8.0)):
         rate = {0.1: 0.1, 1.0: 0.3, 10.0: 1.0}[epsilon]
         settings = {"learning_rate": rate, "sample_rate": 0.1}
-        rows.append(Row("dp-sgd", epsilon, 1e-5, (81.0 + better, 83.0 + better), False, 2.0, 30.0, settings))
+        rows.append(Row("dp-sgd", epsilon, 1e-5, (81.0 + better, 83.0 + better), 2.0, 30.0, settings))
     for epsilon in (0.1, 1.0, 10.0):
-        rows.append(Row("expm", epsilon, 0.0, (85.0, 87.0), False, 1.0, None, {"radius": 0.1}))
+        rows.append(Row("expm", epsilon, 0.0, (85.0, 87.0), 1.0, None, {}))
     search = (
         Candidate("dp-sgd", 0.1, {"learning_rate": 0.1, "sample_rate": 0.1}, 81.5),
         Candidate("dp-sgd", 0.1, {"learning_rate": 0.3, "sample_rate": 0.1}, 80.0),
     )
-    grids["non-private"] = ({"epochs": (5,)},)
     return Comparison("toy", "accuracy", 1e-5, (0, 1), 1, 0.2, grids, tuple(rows), search)
 
 
@@ -390,18 +366,19 @@ def test_table(found):
         ["zero-shot", "80.0", "80.0", "80.0"],
         ["non-private", *["95.5 ± 0.7"] * 3],
         ["Opacus DP-SGD, (ε, δ)", "82.0 ± 1.4", "87.0 ± 1.4", "90.0 ± 1.4"],
-        ["ExpM-Quad, (ε, 0)", *["86.0 ± 1.4"] * 3],
+        ["ExpM-Quad, (ε, 0), untuned", *["86.0 ± 1.4"] * 3],
     ]
     assert len({len(line) for line in lines[:6]}) == 1  # aligned
     text = found.table()
     assert "learning_rate=0.1*, sample_rate=0.1 " in text
     assert "learning_rate=0.3, sample_rate" in text
     assert "learning_rate=1*, sample_rate" in text
-    assert "radius=0.1 " in text
+    ours = [line for line in lines if line.startswith("| ExpM-Quad")]
+    assert [line.split("|")[-2].strip() for line in ours[1:]] == ["none"] * 3
     assert "over 2 seeds; add/remove adjacency; δ = 1e-05" in text
     assert "(Opacus DP-SGD, (ε, δ): 2; 1 run each) on 20% of the private records" in text
-    assert "NOT charged, for any method" in text
-    assert "one release a seed" in text
+    assert "This choice is NOT charged." in text
+    assert "untuned; whatever it takes from the private records is charged" in text
 
 
 def test_csv(found, tmp_path):
@@ -419,7 +396,7 @@ def test_csv(found, tmp_path):
 
 
 def test_json_round_trip(found, task, tmp_path):
-    for result in (found, run(task, grids={**GRIDS, "dp-sgd": {**DP_SGD, "epochs": (1, 2)}}, draws=2)):
+    for result in (found, run(task, grids={**GRIDS, "dp-sgd": {**DP_SGD, "epochs": (1, 2)}})):
         result.to_json(tmp_path / "c.json")
         again = Comparison.from_json(tmp_path / "c.json")
         assert again == result
@@ -454,7 +431,7 @@ def test_plot(found, tmp_path):
     assert axes.get_xlabel() == "privacy budget ε"
     assert axes.get_ylabel() == "test accuracy (%)"
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert list(lines) == ["zero-shot", "non-private", "Opacus DP-SGD, (ε, δ)", "ExpM-Quad, (ε, 0)"]
+    assert list(lines) == ["zero-shot", "non-private", "Opacus DP-SGD, (ε, δ)", "ExpM-Quad, (ε, 0), untuned"]
     assert list(lines["zero-shot"].get_ydata()) == [80.0, 80.0]
     assert list(lines["Opacus DP-SGD, (ε, δ)"].get_xdata()) == [0.1, 1.0, 10.0]
     assert list(lines["Opacus DP-SGD, (ε, δ)"].get_ydata()) == [82.0, 87.0, 90.0]
@@ -489,9 +466,9 @@ def test_plot_says_what_to_install(found, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"task": "sine"}, TypeError, "model must be a module with public=, private= and test=, or a Task, got str"),
-        ({"public": regression(1.0)}, ValueError, "model is a Task, which has its data already: leave out public"),
-        ({"task": linear(), "test": regression(1.0)}, ValueError, "model needs its data: pass public=, private="),
+        ({"task": "sine"}, TypeError, "model must be a module with private= and test=, or a Task, got str"),
+        ({"test": regression(1.0)}, ValueError, "model is a Task, which has its data already: leave out test"),
+        ({"task": linear(), "test": regression(1.0)}, ValueError, "model needs its data: pass private="),
         ({"epsilons": ()}, TypeError, "epsilons must be a list of numbers"),
         ({"epsilons": "1"}, TypeError, "epsilons must be a list of numbers"),
         ({"epsilons": (1.0, -1.0)}, ValueError, "epsilons must be greater than 0"),
@@ -502,7 +479,6 @@ def test_plot_says_what_to_install(found, monkeypatch):
         ({"seeds": [-1]}, ValueError, "seeds must be a non-negative integer"),
         ({"methods": "expm"}, TypeError, "methods must be a list of names"),
         ({"methods": ["sgd"]}, ValueError, "methods must be one of"),
-        ({"draws": 0}, ValueError, "draws must be a positive integer"),
         ({"trials": 1.5}, TypeError, "trials must be a positive integer"),
         ({"validation": 0.0}, ValueError, "validation must be greater than 0"),
         ({"validation": 1e-6}, ValueError, "leaves nothing to hold out"),
@@ -512,9 +488,10 @@ def test_plot_says_what_to_install(found, monkeypatch):
         ({"grids": {"dp-sgd": {"epochs": (1,)}}}, ValueError, "learning_rate, max_grad_norm, sample_rate"),
         ({"grids": {"dp-sgd": {**DP_SGD, "epochs": 3}}}, ValueError, r"\['epochs'\] must be a list of values, got 3"),
         ({"grids": {"dp-sgd": {**DP_SGD, "sample_rate": (0.0,)}}}, ValueError, r"numbers in \(0, 1\]"),
-        ({"grids": {"expm": {**EXPM, "epsilon": (1.0,)}}}, ValueError, "a setting must be one of"),
-        ({"grids": {"expm": {**EXPM, "bounds": ("paper",)}}}, ValueError, "a setting must be one of"),
-        ({"grids": {"expm": {**EXPM, "projection": (object(),)}}}, TypeError, "must hold numbers, names or None"),
+        ({"grids": {"dp-sgd": {**DP_SGD, "epsilon": (1.0,)}}}, ValueError, "a setting must be one of"),
+        ({"grids": {"dp-sgd": {**DP_SGD, "momentum": ("high",)}}}, TypeError, "must hold numbers, got"),
+        ({"grids": {"expm": {"radius": (0.1,)}}}, ValueError, r"grids\['expm'\] must be left out: .* nothing to tune"),
+        ({"grids": {"expm-delta": {}}}, ValueError, r"grids\['expm-delta'\] must be left out"),
     ],
 )
 def test_compare_names_what_is_wrong_before_it_runs(task, change, error, message, count):
@@ -534,9 +511,8 @@ def test_without_delta_the_methods_that_need_one_are_left_out(task):
 
 
 @pytest.mark.parametrize("grids", [methods.GRIDS, methods.QUICK_GRIDS])
-def test_the_grids_of_the_private_methods_are_of_one_size(grids):
-    sizes = {method: len(methods.combinations(grid, 10**6)) for method, grid in grids.items()}
-    assert sizes["dp-sgd"] == sizes["expm"] == sizes["expm-delta"]
+def test_grids_hold_what_they_may(grids):
+    assert not set(grids) & set(methods.OURS)
     for method, grid in grids.items():
         for part in grid:
             methods.check_grid(method, part)
@@ -554,7 +530,7 @@ def test_peak_memory_is_that_of_the_run():
     assert small.memory < 10
 
 
-@pytest.mark.parametrize("name", ["mnist", "icu", "sine"])
+@pytest.mark.parametrize("name", ["icu", "sine"])
 def test_what_the_docs_show_is_what_was_found(name):
     root = Path(__file__).parents[2]
     found = Comparison.from_json(root / "benchmarks" / "comparison" / f"{name}.json")
