@@ -156,7 +156,10 @@ class Patches:
     def __init__(self, layer: Convolution, inputs: Tensor, *, channels_last: bool):
         self._layer, self._channels_last = layer, channels_last
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        self._inputs = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
+        padding = layer._reversed_padding_repeated_twice
+        self._inputs = (
+            F.pad(inputs, padding, mode=mode) if any(padding) else inputs
+        )  # where nothing is added, it copies
         self.positions = math.prod(
             (size - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, dilation in zip(
