@@ -4,7 +4,7 @@
     python -m benchmarks.passes digits --items "direction" "length" --profile
 
 Each figure is the median of interleaved runs, each in a process of its own that reports seconds, CPU seconds (both without
-start-up, and after a first batch) and peak resident memory. ``digits`` has the paper's CNN (6,722 parameters, 10 outputs) on
+start-up) and peak resident memory. ``digits`` has the paper's CNN (6,722 parameters, 10 outputs) on
 random images, 512 at a time; ``lora`` and ``full`` have the encoder of ``benchmarks.encoder`` with 22 million parameters.
 
 The floors are what cannot be avoided, as plain PyTorch does it. A direction needs a forward and a backward pass, a length

@@ -17,6 +17,9 @@ saves work over many rows.
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +33,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, jvp
 from torch.utils import _pytree as pytree
 
-from opacus_expm.gathering.gradients import Factored, Formed, RecordGradients
+from opacus_expm.gathering.gradients import Factored, Formed, LookedUp, Loose, Part, RecordGradients
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.gathering.layers import (
     RULES,
@@ -41,6 +44,7 @@ from opacus_expm.gathering.layers import (
     PositionPairs,
     Rule,
     is_matrix,
+    looked_up,
     position_pairs,
     positions,
     record_pieces,
@@ -48,6 +52,7 @@ from opacus_expm.gathering.layers import (
 from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import MetricMap
 
@@ -221,14 +226,17 @@ class ProjectedGradSampleModule(GradSampleModule):
         projection, batch = self._places.projection, len(outputs)
         by_layer = self._by_layer(calls)
         backprops = torch.autograd.grad(outputs, [c.edge for c in calls], cotangent, allow_unused=True) if calls else ()
-        factored: list[Factored | Formed] = []
+        factored: list[Part] = []
+        owners = Counter(p for layer in by_layer for p in layer.parameters(recurse=False))
         rows: Tensor | None = None
         for layer, at in by_layer.items():
             found, activations = [backprops[i] for i in at], [calls[i].activation for i in at]
             if all(b is None for b in found):
                 continue
             self._check_batch(layer, activations, found, batch)
-            if (own := self._factors(layer, activations, found) or self._formed(layer, activations, found)) is not None:
+            ways = (self._factors, self._formed, functools.partial(self._loose, owners))
+            own = next((part for way in ways if (part := way(layer, activations, found)) is not None), None)
+            if own is not None:
                 factored.append(own)
                 continue
             if rows is None:
@@ -270,6 +278,32 @@ class ProjectedGradSampleModule(GradSampleModule):
                     torch.matmul(k_b, gradients.of(piece) @ k_a, out=matrices[piece])
                 return Formed(block, matrices)
         return None
+
+    def _loose(
+        self,
+        owners: Counter[nn.Parameter],
+        layer: nn.Module,
+        activations: list[Tensor],
+        backprops: Sequence[Tensor | None],
+    ) -> LookedUp | Loose | None:
+        """The gradients of parameters by themselves, where the map is the identity on them and no other layer has them."""
+        projection, starts = self._places.projection, self._places.starts
+        if type(layer) not in RULES or not isinstance(projection, MetricMap | FullSpace):
+            return None
+        blocks = projection.blocks if isinstance(projection, MetricMap) else ()
+        taken = {place for block in blocks for place in (block.weight, block.bias)}
+        own = [p for p in layer.parameters(recurse=False) if p in starts]
+        if any(owners[p] > 1 or starts[p] in taken for p in own):
+            return None
+        if isinstance(layer, nn.Embedding):
+            index, values = looked_up(layer, activations, backprops)
+            return LookedUp(starts[layer.weight], layer.num_embeddings, index, values) if own else None
+        offsets = itertools.accumulate((p.numel() for p in own), initial=0)
+        size = sum(p.numel() for p in own)
+        places = Places(dict(zip(own, offsets, strict=False)), FullSpace(size))
+        rows = activations[0].new_zeros(len(activations[0]), size)
+        self._rule(layer, activations, 1, places)(rows, backprops)
+        return Loose([(starts[p], p.numel()) for p in own], rows)
 
     def _by_layer(self, calls: list[_Call]) -> dict[nn.Module, list[int]]:
         """The calls of each layer, by number; refuses inputs that were changed."""
@@ -337,17 +371,18 @@ class ProjectedGradSampleModule(GradSampleModule):
         if {t.shape[0] for t in (*activations, *backprops) if t is not None} != {batch}:
             raise HooksCannotServe(f"layer {self._name(layer)} does not have the batch as its first dimension")
 
-    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int) -> Rule:
-        """What turns the output gradients of a layer's calls into projected per-sample gradients."""
+    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int, places: Places | None = None) -> Rule:
+        """What turns the output gradients of a layer's calls into projected per-sample gradients, at places of their own."""
+        places = self._places if places is None else places
         if type(layer) in RULES:
-            return RULES[type(layer)](layer, activations, self._places, rows)
+            return RULES[type(layer)](layer, activations, places, rows)
         function = self.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
 
         def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
             found: PerSampleGradients = function(layer, [activations[number][piece]], backprop)
             return found
 
-        return self._places.rule(layer, gradients)
+        return places.rule(layer, gradients)
 
 
 def hooks_for(

@@ -156,7 +156,10 @@ class Patches:
     def __init__(self, layer: Convolution, inputs: Tensor, *, channels_last: bool):
         self._layer, self._channels_last = layer, channels_last
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        self._inputs = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
+        padding = layer._reversed_padding_repeated_twice
+        self._inputs = (
+            F.pad(inputs, padding, mode=mode) if any(padding) else inputs
+        )  # where nothing is added, it copies
         self.positions = math.prod(
             (size - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, dilation in zip(
@@ -240,19 +243,25 @@ class MatrixGradients:
 
 
 def _embedding(layer: nn.Embedding, activations: list[Tensor], places: Places, rows: int) -> Rule:
-    """The gradient of a table: only rows that were looked up have one, and ``padding_idx`` has none."""
-    index = torch.cat([x.reshape(len(x), -1) for x in activations], dim=1)  # (B, positions)
-    counted = None if layer.padding_idx is None else (index != layer.padding_idx)[..., None]
+    """The gradient of a table: only rows that were looked up have one."""
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         if layer.weight not in places.starts:
             return
-        filled = _filled(backprops, [x.shape for x in activations])
-        d = torch.cat([b.reshape(len(b), -1, b.shape[-1]) for b in filled], dim=1)
-        d = d if counted is None else d * counted
+        index, d = looked_up(layer, activations, backprops)
         places.projection.add_looked_up(row, d, index, layer.num_embeddings, places.starts[layer.weight])
 
     return apply
+
+
+def looked_up(
+    layer: nn.Embedding, activations: list[Tensor], backprops: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Which rows of a table were looked up (B, positions), and their gradients; ``padding_idx`` has none."""
+    index = torch.cat([x.reshape(len(x), -1) for x in activations], dim=1)
+    filled = _filled(backprops, [x.shape for x in activations])
+    d = torch.cat([b.reshape(len(b), -1, b.shape[-1]) for b in filled], dim=1)
+    return index, d if layer.padding_idx is None else d * (index != layer.padding_idx)[..., None]
 
 
 def _batch_norm(layer: BatchNorm, activations: list[Tensor], places: Places, rows: int) -> Rule:

@@ -41,6 +41,20 @@ class Shared(nn.Module):
         return self.first(x) + self.second(x.square())
 
 
+class Table(nn.Module):
+    """Words that come several times in a record, and a norm; the head may be the table itself."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(2, 4, padding_idx=None), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.words((x > 0).long()).sum(1)))
+
+
 def _turned() -> nn.Module:
     """A convolution with everything that a patch can have, and no bias."""
     return nn.Conv2d(2, 4, (2, 3), stride=(2, 1), padding=(1, 0), dilation=(1, 1), padding_mode="circular", bias=False)
@@ -57,7 +71,9 @@ MODELS = {
         3,
     ),
     "a shared bias": (Shared, (4,), 0),
-    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 2),
+    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 3),
+    "a table": (Table, (5,), 3),
+    "a tied table": (lambda: Table(tied=True), (5,), 1),
 }
 
 
