@@ -145,6 +145,8 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int) -> d
         module = engine.make_private_expm(
             task.model, private, epsilon, radius, k, rounds=4, public_loader=public, **common
         )
+    elif method == "no radius":
+        module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **common)
     else:  # in the metric of public curvature
         rounds, radius, k = (*ROUNDS[method], None) if delta > 0 else (1, *PURE[name])
         module = engine.make_private_expm(
@@ -187,7 +189,8 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
 
 
 ONE_PASS = ("paper", "one-shot")  # whose statistics serve every budget
-OURS = ("paper", "five arguments", "one-shot", "rounds", *ROUNDS)
+OURS = ("paper", "five arguments", "one-shot", "rounds", *ROUNDS, "no radius")
+WITH_DELTA = ("sixteen rounds", "no radius")
 
 
 def run(options, log: Journal) -> None:
@@ -224,11 +227,7 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
     name, release = options.task, None
     for epsilon, delta in itertools.product(options.epsilon, options.delta):
         cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-        if (
-            log.get(cell) is not None
-            or (method == "paper" and delta > 0)
-            or (method == "sixteen rounds" and delta == 0)
-        ):
+        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method in WITH_DELTA and delta == 0):
             continue
 
         def once(epsilon=epsilon, delta=delta) -> Facts:

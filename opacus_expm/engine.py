@@ -144,8 +144,8 @@ class ExpMQuadEngine(NotCopied):
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
                 read off the private data. None, the default, finds step and length by itself: with δ > 0 in a metric that it
                 learns (``opacus_expm.learned``), with δ = 0 along pure draws (``opacus_expm.pure``). Of the arguments below
-                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play
-                a part then.
+                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size``, ``progress`` and,
+                with δ > 0, ``public_loader`` play a part then.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             delta: δ in [0, 1); 0 gives pure ε-DP.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
@@ -157,7 +157,8 @@ class ExpMQuadEngine(NotCopied):
             regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
                 (see ``mechanism.calibration.default_regularization``).
             public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
-                private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε.
+                private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε. Without
+                a radius its curvature is the metric, which pays where public records are many and like the private ones.
             projection: ``"sparse"`` or ``"stiefel"``, random; ``"preconditioned"``, where the curvature of public records
                 gives the metric of the ball; or a recipe with its own settings, such as ``Sparse(seed=0)``.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
@@ -199,14 +200,14 @@ class ExpMQuadEngine(NotCopied):
                     max_grad_norm=max_grad_norm,
                     max_curvature=max_curvature,
                     regularization=regularization,
-                    public_loader=public_loader,
+                    public_loader=None if delta else public_loader,
                     rounds=None if rounds == 1 else rounds,
                     projection=None if projection == "sparse" else projection,
                 )
                 if _check.fraction("delta", delta) == 0:
                     pure = PureRounds(loader, measurement, epsilon, books)
                     return self._giving(lambda: pure.run(check_module(model)))
-                learned = LearnedRounds(loader, measurement, epsilon, delta, books)
+                learned = LearnedRounds(loader, measurement, epsilon, delta, books, public_loader=public_loader)
                 return self._giving(lambda: learned.run(check_module(model)))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
@@ -699,11 +700,12 @@ def make_private_expm(
         loader: private data as (input, target) batches, every record once.
         epsilon: ε > 0.
         radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds step and length by
-            itself; ``proj_dim`` and ``public_loader`` are left out then.
+            itself; ``proj_dim`` is left out then.
         proj_dim: dimension k of the random subspace; None works in the full parameter space.
         delta: δ in [0, 1); 0 gives pure ε-DP.
         criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
-        public_loader: public data on which clipping bounds are measured; without it they are bought for a part of ε.
+        public_loader: public data on which clipping bounds are measured, or without a radius (and with δ > 0) the metric;
+            without it they are bought for a part of the budget.
 
     Returns:
         A plain module of ``model``'s own class.

@@ -17,7 +17,7 @@ from opacus_expm.subspaces.stiefel import Columns
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
 _OVERSAMPLING = 20  # vectors beyond the rank in the randomised decomposition
-_DAMPING = 1 / 160  # of the largest eigenvalue
+DAMPING = 1 / 160  # of the largest eigenvalue
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Preconditioned:
         else:
             base = Sparse(self.seed).build(size, dim, device, dtype)
         values = self.curvature.eigenvalues.clamp(min=0)
-        damping = _DAMPING * float(values[0])
+        damping = DAMPING * float(values[0])
         if damping <= 0:
             raise ValueError("public_loader's records have no curvature: use projection='sparse'")
         return PreconditionedMap.through(base, vectors, values.to(device, dtype), damping)
