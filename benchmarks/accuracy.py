@@ -1,6 +1,6 @@
 """Accuracy at equal privacy: every way to run the engine, Opacus DP-SGD tuned, and non-private fine-tuning.
 
-    python -m benchmarks.accuracy mnist --log mnist.jsonl [--epsilon 0.1 1 10] [--seeds 5] [--methods dp-sgd suggested ...]
+    python -m benchmarks.accuracy mnist --log mnist.jsonl [--epsilon 0.1 1 10] [--seeds 5] [--methods dp-sgd rounds ...]
     python -m benchmarks.accuracy mnist --log mnist.jsonl --report [--out accuracy.json] [--plot accuracy.png]
 
 A seed fixes the data, the pretraining, and DP-SGD's sampling and noise; our subspaces and noise are drawn afresh, as in
@@ -10,8 +10,7 @@ the plot.
 
 All budgets include what bounds cost. How settings are chosen:
 
-* our methods: those stated below, fixed; ``suggested`` by ``opacus_expm.suggest`` with its default shift, which sees the
-  public data of seed 0 alone, once for a budget. It may take images shifted by a pixel as further views (``VIEWS``);
+* our methods: those stated below, fixed;
 * DP-SGD: at each ε the best of ``GRID``, by accuracy on a fifth of the *private* records of seed 0, held out; that choice is
   charged to nobody and favours DP-SGD.
 
@@ -24,10 +23,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +32,13 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks import timing
-from opacus_expm import ExpMQuadEngine, Preconditioned, Stiefel, paper, subspaces, tasks
+from opacus_expm import ExpMQuadEngine, Stiefel, paper, tasks
 from opacus_expm._tables import markdown
 from opacus_expm.baselines import non_private
 from opacus_expm.experiments.compare import compare
 from opacus_expm.experiments.journal import Facts, Journal, write_result
 from opacus_expm.experiments.methods import DP_SGD_GRID
-from opacus_expm.gathering.views import pixel_shifts
 from opacus_expm.mechanism.calibration import calibrate
-from opacus_expm.suggestion import shifted_records, suggest
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 DELTA = 1e-5
@@ -61,11 +56,11 @@ PAPER = {
     "icu": {"radius": 0.1, "proj_dim": 20, "regularization": 0.0},
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
-ROUNDS_RADIUS = 3.0  # of eight rounds in the full space, preconditioned
+ROUNDS = {
+    "preconditioned": (8, 3.0),
+    "sixteen rounds": (16, 4.0),
+}  # in the full space of public curvature: T and radius
 PURE = {"sine": (0.1, None), "mnist": (3.0, 400), "icu": (0.3, None)}  # of one preconditioned draw, radius and proj_dim
-VIEWS = {"mnist": pixel_shifts}  # of records that look alike when moved
-METRIC = {"damping_share": 1 / 160, "quantile": 0.95}  # of "preconditioned", at an infinite public temperature
-RULES = (*METRIC, "public_temperature")  # of a suggested metric
 
 GRID = {
     "sine": DP_SGD_GRID[:2],
@@ -88,7 +83,7 @@ NON_PRIVATE = {
 
 def keep(log: Journal, cell: Facts, outcome: Facts) -> Facts:
     """Log a finished run, and show it."""
-    print({k: v for k, v in (cell | outcome).items() if k != "explanation"}, flush=True)
+    print(cell | outcome, flush=True)
     return log.put(cell, outcome)
 
 
@@ -103,16 +98,6 @@ def prepared(name: str, seed: int):
     """A task and its loaders."""
     task = TASKS[name](seed)
     return task, *loaders(task)
-
-
-@functools.lru_cache(2)
-def measured_metric(name: str, seed: int, proj_dim: int | None) -> dict:
-    """The fixed metric of "preconditioned", which serves every budget."""
-    task, _, public = prepared(name, seed)
-    recipe = Preconditioned(temperature=math.inf)
-    return ExpMQuadEngine().public_metric(
-        task.model, public, proj_dim, projection=recipe, criterion=task.criterion, **METRIC
-    )
 
 
 def one_pass(name: str, method: str, seed: int):
@@ -148,7 +133,7 @@ def papers_pass(task, private, gathering: dict, *, radius: float, proj_dim: int,
     return release
 
 
-def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log: Journal) -> dict:
+def passes(name: str, method: str, epsilon: float, delta: float, seed: int) -> dict:
     """One release by a method whose bounds or rounds depend on the budget; its score and what the ledger says."""
     task, private, public = prepared(name, seed)
     engine = ExpMQuadEngine()  # each release is the only one
@@ -160,64 +145,15 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int, log:
         module = engine.make_private_expm(
             task.model, private, epsilon, radius, k, rounds=4, public_loader=public, **common
         )
-    elif method == "preconditioned":
-        rounds, radius, k = (8, ROUNDS_RADIUS, None) if delta > 0 else (1, *PURE[name])
-        metric = measured_metric(name, seed, k)
-        module = engine.make_private_expm(task.model, private, epsilon, radius, k, rounds=rounds, **metric, **common)
-    else:  # suggested
-        advice = suggested(name, epsilon, delta, log)
-        found = {key: value for key, value in advice["arguments"].items() if key not in OF_THE_SUBSPACE}
-        recipe = recipe_of(advice)
-        views = VIEWS[name] if advice["views"] else None
-        if advice["shifted"]:
-            public = DataLoader(shifted_records(public, seed=seed), batch_size=BATCH)
-        if advice["metric"]:  # a rule for this scale of the model's own public data
-            rule = {key: float(advice["metric"][key]) for key in METRIC}
-            rule |= {"projection": recipe, "views": views, "criterion": task.criterion}
-            found |= engine.public_metric(task.model, public, found["proj_dim"], **rule)
-            found["regularization"] = None
+    elif method == "no radius":
+        module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **common)
+    else:  # in the metric of public curvature
+        rounds, radius, k = (*ROUNDS[method], None) if delta > 0 else (1, *PURE[name])
         module = engine.make_private_expm(
-            task.model, private, epsilon, public_loader=public, views=views, **{"projection": recipe} | found, **common
-        )
-    return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
-
-
-OF_THE_SUBSPACE = ("projection", "denoise", "public_rank", "parameter_scales")  # as the log has it
-
-
-def recipe_of(advice: dict):
-    """The subspace that a logged suggestion describes."""
-    found = advice["arguments"]
-    own = {"denoise": found["denoise"]}
-    if found["projection"] == "preconditioned":
-        own |= {"rank": found["public_rank"], "scales": found.get("parameter_scales")}
-        own |= {"temperature": float(advice["metric"].get("public_temperature", 1.0))}
-    return replace(subspaces.named(found["projection"]), **own)
-
-
-def suggested(name: str, epsilon: float, delta: float, log: Journal) -> dict:
-    """Settings chosen on the public data of seed 0, once for a budget; scales as rules where they are."""
-    cell = {"task": name, "method": "suggestion", "epsilon": epsilon, "delta": delta, "seed": -1}
-    if (found := log.get(cell)) is None:
-        task = TASKS[name](0)
-        often = {"repeats": 1, "finals": 2} if name == "mnist" else {"repeats": 5}
-        choice = suggest(
-            task.model, DataLoader(task.public, batch_size=BATCH), epsilon, delta, len(task.private),
-            criterion=task.criterion, views=VIEWS.get(name), **often,
+            task.model, private, epsilon, radius, k, rounds=rounds, projection="preconditioned", public_loader=public,
+            **common,
         )  # fmt: skip
-        best = choice.candidate
-        left_out = ("public_loader", "views", "projection")  # measured for each seed, or said below
-        arguments = {k: v for k, v in choice.arguments().items() if k not in left_out}
-        arguments |= {"projection": best.projection, "denoise": best.denoise}
-        if isinstance(choice.projection, Preconditioned):
-            scales = choice.projection.scales
-            arguments |= {"public_rank": best.public_rank, "parameter_scales": None if scales is None else dict(scales)}
-        metric = {}
-        if best.damping_share is not None:
-            metric = {key: str(getattr(best, key)) for key in RULES}  # JSON has no infinity
-        facts = {"metric": metric, "shifted": best.shifted, "views": best.seen, "explanation": str(choice)}
-        found = keep(log, cell, {"arguments": arguments, **facts})
-    return found
+    return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
 def tuned_dp_sgd(name: str, epsilon: float, seed: int, log: Journal) -> dict:
@@ -253,8 +189,8 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
 
 
 ONE_PASS = ("paper", "one-shot")  # whose statistics serve every budget
-OURS = ("paper", "five arguments", "one-shot", "rounds", "preconditioned", "suggested")
-EARLIER = ("joint", "public")  # of logs from before they went: reported, not run
+OURS = ("paper", "five arguments", "one-shot", "rounds", *ROUNDS, "no radius")
+WITH_DELTA = ("sixteen rounds", "no radius")
 
 
 def run(options, log: Journal) -> None:
@@ -291,13 +227,13 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
     name, release = options.task, None
     for epsilon, delta in itertools.product(options.epsilon, options.delta):
         cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-        if log.get(cell) is not None or (method == "paper" and delta > 0):
+        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method in WITH_DELTA and delta == 0):
             continue
 
         def once(epsilon=epsilon, delta=delta) -> Facts:
             nonlocal release
             if method not in ONE_PASS:
-                return passes(name, method, epsilon, delta, seed, log)
+                return passes(name, method, epsilon, delta, seed)
             release = one_pass(name, method, seed) if release is None else release
             return release(epsilon, delta)
 
@@ -306,7 +242,7 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
 
 
 def summary(log: Journal, task: str) -> dict:
-    """All that was found for a task: the scores of every method and budget, the paper's factors, what was suggested."""
+    """All that was found for a task: the scores of every method and budget, the paper's factors, DP-SGD's settings."""
     runs = [cell | outcome for cell, outcome in log.entries() if cell["task"] == task]
     scores: dict[tuple, dict[int, float]] = {}
     settings: dict[tuple, dict] = {}
@@ -314,9 +250,9 @@ def summary(log: Journal, task: str) -> dict:
         key = (r["method"], r["delta"], r["epsilon"])
         if "score" in r:
             scores.setdefault(key, {})[r["seed"]] = r["score"]
-        if "settings" in r or "arguments" in r:
-            settings[key] = r.get("settings") or r["arguments"] | r["metric"] | {"views": r["views"]}
-    order = ("zero-shot", "non-private", "dp-sgd", *OURS, *EARLIER)
+        if "settings" in r:
+            settings[key] = r["settings"]
+    order = ("zero-shot", "non-private", "dp-sgd", *OURS)
     names = ("method", "delta", "epsilon")
     rows = [
         {**dict(zip(names, key, strict=True)), "scores": [found[seed] for seed in sorted(found)]}

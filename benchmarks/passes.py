@@ -1,16 +1,22 @@
-"""What one statistics pass costs, beside a plain epoch, an Opacus DP-SGD epoch and other ways to the same matrix.
+"""What the parts of a round cost, beside the least that they could, DP-SGD epochs and other ways to the same matrix.
 
-    python -m benchmarks.passes [--records 20000] [--rounds 3] [--out passes.json] [--plot passes.png]
-    python -m benchmarks.passes --profile
+    python -m benchmarks.passes [digits | lora | full] [--records 20000] [--rounds 3] [--log FILE] [--out FILE]
+    python -m benchmarks.passes digits --items "direction" "length" --profile
 
-Each figure is the median of interleaved runs, each in a process of its own that reports seconds (without start-up) and
-peak resident memory. The model is the paper's CNN (6,722 parameters, 10 outputs), the batch 512, the images random.
+Each figure is the median of interleaved runs, each in a process of its own that reports seconds, CPU seconds (both without
+start-up) and peak resident memory. ``digits`` has the paper's CNN (6,722 parameters, 10 outputs) on
+random images, 512 at a time; ``lora`` and ``full`` have the encoder of ``benchmarks.encoder`` with 22 million parameters.
+
+The floors are what cannot be avoided, as plain PyTorch does it. A direction needs a forward and a backward pass, a length
+(forward mode along one direction) the products of three forward passes, an exact pass of m outputs one forward pass, m − 1
+backward passes and as many projections of every record's gradient to k numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -18,275 +24,316 @@ from benchmarks import timing
 from benchmarks.timing import Timings
 from opacus_expm.experiments.journal import Facts, Journal
 
-BATCH = 512
-COMPARED = (
-    "import only", "plain epoch", "dp-sgd epoch",
-    "exact sparse 100", "exact sparse 400", "exact sparse 1600",
-    "exact stiefel 100", "exact stiefel 400", "exact stiefel 1600",
-    "sampled sparse 400", "gradient sparse 400", "naive stiefel 400",
+BATCH = {"digits": 512, "lora": 32, "full": 32}
+RECORDS = {"digits": 20_000, "lora": 512, "full": 128}
+FLOORS = {"floor direction": "direction", "floor length": "length", "floor exact": "exact sparse 400"}
+ITEMS = (
+    "import only", "dp-sgd epoch", "dp-sgd ghost", *FLOORS, "direction", "length", "length 4", "metric",
+    "gradient sparse 400", "sampled sparse 400", "exact sparse 400", "exact stiefel 400", "naive stiefel 400",
 )  # fmt: skip
+LEFT_OUT = {
+    "digits": (),
+    "lora": ("exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),
+    "full": ("dp-sgd epoch", "exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),  # p × k, and batch × p
+}
+DOUBLED = ("direction", "length", "exact sparse 400")
 
 
-CURVLINOPS = ("exact stiefel 20", "curvlinops 20")  # on one batch: without clipping, and one product for each column
-LAPLACE = ("exact stiefel 400", "laplace full")  # on 8 records: the whole p × p matrix is built there
-LAPLACE_RECORDS = 8
-SCALING = ("outputs 2", "outputs 10", "outputs 20", "width 64", "width 256", "width 512")
-SCALING_RECORDS = 4096
+class Problem:
+    """A model with its records.
+
+    Args:
+        name: one of ``BATCH``.
+        records: how many; there are as many tokens or pixels in each.
+    """
+
+    def __init__(self, name: str, records: int):
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from opacus_expm import tasks
+
+        self.records, self.outputs, self.criterion = records, 10 if name == "digits" else 2, nn.CrossEntropyLoss()
+        torch.manual_seed(0)
+        if name == "digits":
+            data = TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(10, (records,)))
+            self.model, self.loader = tasks.cnn(), DataLoader(data, batch_size=BATCH[name])
+            return
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from benchmarks import encoder
+
+        parts = encoder.parts()
+        private = TensorDataset(*(t[:records] for t in parts["private"].tensors))
+        self.model = encoder.trainable(encoder.start(parts["public"]), name)
+        self.loader = encoder.loader(private, BATCH[name])
+
+    def bench(self):
+        """A workbench in the full space, prepared, and with the metric of the records' own factors."""
+        import numpy as np
+        import torch
+
+        from opacus_expm.gathering import looks
+        from opacus_expm.gathering.measurement import Measurement
+        from opacus_expm.gathering.passes import Workbench
+        from opacus_expm.subspaces import Sparse
+        from opacus_expm.subspaces.metric import Metric
+
+        start = Workbench(self.model, Measurement(Sparse(seed=0), None, self.criterion, progress=False))
+        looks.prepare(start, self.loader)
+        few = self.first()
+        sums = looks.factors(start, few, np.random.default_rng(0))
+
+        def root(total):
+            total = total / len(few.dataset)
+            values, vectors = torch.linalg.eigh(total + 0.01 * total.trace() / len(total) * torch.eye(len(total)))
+            return (vectors * values.rsqrt()) @ vectors.T
+
+        roots = tuple((root(a), root(b)) for a, b in zip(sums.inputs, sums.outputs, strict=True))
+        found = start.within(Metric(looks.blocks(start), roots))
+        looks.prepare(found, self.loader)
+        return start, found
+
+    def first(self):
+        """The records of the first batch."""
+        from torch.utils.data import DataLoader, Subset
+
+        size = self.loader.batch_size
+        return DataLoader(Subset(self.loader.dataset, range(size)), size, collate_fn=self.loader.collate_fn)
 
 
-def data(records: int, outputs: int = 10):
-    """Random images and labels."""
+def floor(problem: Problem, part: str):
+    """The products that a part of a round cannot do without; ``part`` is what follows the word "floor"."""
     import torch
-    from torch.utils.data import TensorDataset
 
-    torch.manual_seed(0)
-    return TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(outputs, (records,)))
+    from opacus_expm.gathering.model import call
+
+    model = problem.model.eval().to(memory_format=torch.channels_last)  # the faster one
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    size, backward = sum(p.numel() for p in trainable), {"direction": 1, "length": 0}.get(part, problem.outputs - 1)
+    bucket, some = torch.arange(size) % 400, max(1, 2**20 // size)  # a few records at a time, which stay in cache
+    gradients = torch.ones(some, size)
+
+    def run() -> None:
+        for inputs, _ in problem.loader:
+            if part == "length":
+                with torch.no_grad():
+                    for _ in range(3):
+                        call(model, inputs)
+                continue
+            outputs = call(model, inputs)
+            for number in range(backward):
+                torch.autograd.grad(outputs[:, number].sum(), trainable, retain_graph=number + 1 < backward)
+                if part == "exact":
+                    for _ in range(0, len(outputs), some):
+                        torch.zeros(some, 400).scatter_add_(1, bucket.expand(some, -1), gradients)
+
+    return run
 
 
-def plain_epoch(model, dataset) -> None:
-    """Forward, backward, step."""
-    import torch
-    from torch.utils.data import DataLoader
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in DataLoader(dataset, batch_size=BATCH):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def dp_sgd_epoch(model, dataset) -> None:
-    """One epoch of Opacus with its hooks."""
+def dp_sgd(problem: Problem, mode: str):
+    """One epoch of Opacus, with its hooks or with ghost clipping."""
     import torch
     from opacus import PrivacyEngine
-    from torch.utils.data import DataLoader
 
-    model.train()
-    model, optimizer, loader = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        data_loader=DataLoader(dataset, batch_size=BATCH), noise_multiplier=1.0, max_grad_norm=1.0,
+    from opacus_expm.gathering.model import call
+
+    model = problem.model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    made = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, criterion=problem.criterion, data_loader=problem.loader, noise_multiplier=1.0,
+        max_grad_norm=1.0, grad_sample_mode=mode,
     )  # fmt: skip
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    model, optimizer, *rest = made
+    criterion, loader = rest if len(rest) == 2 else (problem.criterion, rest[0])
+
+    def run() -> None:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(call(model, inputs), targets).backward()
+            optimizer.step()
+
+    return run
 
 
-def our_pass(model, dataset, k: int, projection: str, **options) -> None:
-    """One pass of the engine."""
+def part_of_a_round(problem: Problem, kind: str, count: int):
+    """The metric, a direction over all records, or a length along so many directions."""
+    import numpy as np
     import torch
-    from torch.utils.data import DataLoader
 
-    from opacus_expm import ExpMQuadEngine, Sparse, Stiefel
+    from opacus_expm.gathering import looks
+    from opacus_expm.gathering.clipping import ClippingBounds
+    from opacus_expm.gathering.ranks import Ranks
+
+    start, bench = problem.bench()
+    if kind == "metric":
+        return lambda: looks.factors(start, problem.loader, np.random.default_rng(0))
+    if kind == "length":
+        directions = torch.randn(bench.map.dim, count, dtype=torch.float64)
+        directions /= directions.norm(dim=0)
+        place = torch.zeros(bench.map.dim, dtype=torch.float64)
+        return lambda: looks.span_quadratics(bench, problem.loader, place, directions)
+
+    def direction():
+        one = bench.open(ClippingBounds(1.0, 0.0), problem.records, Ranks(), bench.pieces.padded(problem.loader))
+        one.add_pieces(bench.begin(problem.loader, "loader"))
+        return one.sums()
+
+    return lambda: bench.in_memory(direction, problem.loader, "loader")
+
+
+def our_pass(problem: Problem, kind: str, projection: str, k: int):
+    """One pass of the source paper's draw."""
+    from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel
 
     recipe = {"sparse": Sparse, "stiefel": Stiefel}[projection](seed=0)
-    bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
-    loader = DataLoader(dataset, batch_size=BATCH)
-    ExpMQuadEngine().gather(model, loader, k, criterion=torch.nn.CrossEntropyLoss(), projection=recipe, **bounds)
+    options = {"max_grad_norm": 1.0, "max_curvature": 0.0 if kind == "gradient" else 1.0}
+    if kind == "sampled":
+        options["grad_sample_mode"] = GradSampling(probes=2)
+    common = {"criterion": problem.criterion, "projection": recipe, "progress": False, **options}
+    return lambda: ExpMQuadEngine().gather(problem.model, problem.loader, k, **common)
 
 
-def naive_pass(model, dataset, k: int) -> None:
+def naive_pass(problem: Problem, k: int):
     """vmap(jacrev) of the whole model, then the dense projection, then clipping and sums as ours."""
     import torch
     from torch.func import functional_call, jacrev, vmap
-    from torch.utils.data import DataLoader
 
     from opacus_expm.subspaces.stiefel import Columns
 
+    model = problem.model.eval()
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     size = sum(p.numel() for p in parameters.values())
     a = Columns.uniform(size, k, 0, torch.device("cpu"), torch.float32).matrix
     rows_of = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))
     total = torch.zeros(k, k, dtype=torch.float64)
-    for x, y in DataLoader(dataset, batch_size=BATCH):
-        jacobian = rows_of(parameters, x)
-        j = torch.cat([v.flatten(2) for v in jacobian.values()], 2) @ a
-        sigma = torch.softmax(model(x).detach(), 1)
-        root = torch.diag_embed(sigma.sqrt()) - sigma[:, :, None] * sigma.sqrt()[:, None]
-        b = (root.transpose(1, 2) @ j).double()
-        scale = (1.0 / torch.linalg.eigvalsh(b @ b.transpose(1, 2))[:, -1]).clamp(max=1).sqrt()
-        b = (b * scale[:, None, None]).flatten(0, 1)
-        total += b.T @ b
-        y.sum()
+
+    def run() -> None:
+        for x, _ in problem.loader:
+            jacobian = rows_of(parameters, x)
+            j = torch.cat([v.flatten(2) for v in jacobian.values()], 2) @ a
+            sigma = torch.softmax(model(x).detach(), 1)
+            root = torch.diag_embed(sigma.sqrt()) - sigma[:, :, None] * sigma.sqrt()[:, None]
+            b = (root.transpose(1, 2) @ j).double()
+            scale = (1.0 / torch.linalg.eigvalsh(b @ b.transpose(1, 2))[:, -1]).clamp(max=1).sqrt()
+            b = (b * scale[:, None, None]).flatten(0, 1)
+            total.add_(b.T @ b)
+
+    return run
 
 
-def curvlinops_pass(model, dataset, k: int) -> None:
-    """Curvlinops' Gauss-Newton operator applied to the k columns of A: no per-sample clipping is possible there."""
-    import curvlinops
-    import torch
-    from torch.utils.data import DataLoader
-
-    from opacus_expm.subspaces.stiefel import Columns
-
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    size = sum(p.numel() for p in parameters)
-    operator = curvlinops.GGNLinearOperator(
-        model, torch.nn.CrossEntropyLoss(reduction="sum"), parameters, list(DataLoader(dataset, batch_size=BATCH)),
-        check_deterministic=False,
-    )  # fmt: skip
-    a = Columns.uniform(size, k, 0, torch.device("cpu"), torch.float32).matrix
-    a.T @ (operator @ a)
+def action(problem: Problem, item: str):
+    """What is measured, ready to run."""
+    kind, *rest = item.split()
+    if kind == "floor":
+        return floor(problem, rest[0])
+    if kind == "dp-sgd":
+        return dp_sgd(problem, {"epoch": "hooks", "ghost": "ghost"}[rest[0]])
+    if kind in ("direction", "length", "metric"):
+        return part_of_a_round(problem, kind, int(rest[0]) if rest else 1)
+    return naive_pass(problem, int(rest[1])) if kind == "naive" else our_pass(problem, kind, rest[0], int(rest[1]))
 
 
-def laplace_fit(model, dataset) -> None:
-    """laplace-torch's full Gauss-Newton matrix of all parameters: p × p, p products, no per-sample clipping."""
-    from laplace import Laplace
-    from torch.utils.data import DataLoader
-
-    posterior = Laplace(model, "classification", subset_of_weights="all", hessian_structure="full")
-    posterior.fit(DataLoader(dataset, batch_size=BATCH))
-
-
-def perceptron(kind: str, value: int):
-    """A 64-feature perceptron whose number of outputs or hidden width is varied, and its data."""
-    import torch
-    from torch import nn
-    from torch.utils.data import TensorDataset
-
-    outputs, width = (value, 256) if kind == "outputs" else (10, value)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
-    )
-    return model, TensorDataset(torch.randn(SCALING_RECORDS, 64), torch.randint(outputs, (SCALING_RECORDS,)))
-
-
-def run_one(name: str, records: int) -> dict:
+def run_one(name: str, item: str, records: int) -> Facts:
     """Measure one item in this process."""
-    from opacus_expm import GradSampling, tasks  # which every item needs, and the empty one pays for too
+    import opacus_expm  # noqa: F401  (every item needs it, and the empty one pays for it too)
 
     warnings.simplefilter("ignore")
-    if name == "import only":
-        seconds = 0.0
-        data(records)
-    else:
-        kind, *rest = name.split()
-        model, dataset = perceptron(kind, int(rest[0])) if name in SCALING else (tasks.cnn(), data(records))
-        actions = {
-            "outputs": lambda m, d: our_pass(m, d, 400, "sparse"),
-            "width": lambda m, d: our_pass(m, d, 400, "sparse"),
-            "plain": lambda m, d: plain_epoch(m, d),
-            "dp-sgd": lambda m, d: dp_sgd_epoch(m, d),
-            "exact": lambda m, d: our_pass(m, d, int(rest[1]), rest[0]),
-            "sampled": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], grad_sample_mode=GradSampling(probes=2)),
-            "gradient": lambda m, d: our_pass(m, d, int(rest[1]), rest[0], max_curvature=0.0),
-            "naive": lambda m, d: naive_pass(m.eval(), d, int(rest[1])),
-            "curvlinops": lambda m, d: curvlinops_pass(m.eval(), d, int(rest[0])),
-            "laplace": lambda m, d: laplace_fit(m.eval(), d),
-        }
-        _, seconds = timing.seconds(lambda: actions[kind](model, dataset))
-    return {"seconds": seconds, "peak_mb": timing.peak_mb()}
+    problem = Problem(name, records)
+    if item == "import only":
+        return {"seconds": 0.0, "cpu": 0.0, "peak_mb": timing.peak_mb()}
+    run = action(problem, item)
+    (_, cpu), seconds = timing.seconds(lambda: timing.cpu_seconds(run))
+    return {"seconds": seconds, "cpu": cpu, "peak_mb": timing.peak_mb()}
 
 
-def spawn(name: str, records: int) -> Facts | None:
+def spawn(name: str, item: str, records: int) -> Facts | None:
     """Measure one item in a fresh process; None where it cannot run (a package is missing)."""
     try:
-        return timing.report(timing.start(__spec__.name, "--one", name, "--records", str(records)))
+        return timing.report(timing.start(__spec__.name, name, "--one", item, "--records", str(records)))
     except RuntimeError as error:
-        print(f"  {name}: not measured ({str(error).splitlines()[-1][:100]})", flush=True)
+        print(f"  {item}: not measured ({str(error).splitlines()[-1][:100]})", flush=True)
         return None
 
 
 def table(found: Timings) -> None:
-    """Seconds, ratio to the DP-SGD epoch, peak memory beside the DP-SGD step's."""
-    empty, base = (found.median(name, "peak_mb") for name in ("import only", "dp-sgd epoch"))
-    print(f"{'':22} {'seconds':>8} {'epochs':>7} {'peak MB':>8} {'above import':>13} {'of dp-sgd':>10}")
-    for name, row in found.medians("seconds", "peak_mb").items():
-        above, epochs = row["peak_mb"] - empty, found.ratio(name, "dp-sgd epoch", "seconds")
-        print(
-            f"{name:22} {row['seconds']:8.1f} {epochs:7.2f} {row['peak_mb']:8.0f} {above:13.0f} "
-            f"{above / (base - empty):10.2f}",
-            flush=True,
-        )
-
-
-def profile(records: int) -> None:
-    """Where the time of an exact sparse pass goes."""
-    import torch
-
-    from opacus_expm import tasks
-
-    warnings.simplefilter("ignore")
-    dataset = data(records)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        our_pass(tasks.cnn(), dataset, 400, "sparse")
-    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
-
-
-def plot(found: Timings, path: str) -> None:
-    """Bars of the ratios to a DP-SGD epoch."""
-    import matplotlib.pyplot as plt
-
-    names = [n for n in found.runs if n != "import only"]
-    ratios = [found.ratio(n, "dp-sgd epoch", "seconds") for n in names]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.barh(names[::-1], ratios[::-1], color="0.5")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("time, in Opacus DP-SGD epochs")
-    axes.set_title("One pass over the data (CNN, 6,722 parameters, 10 outputs)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    """Seconds, ratios of CPU time to the floor and to the DP-SGD epochs, peak memory beside the DP-SGD step's."""
+    known = found.runs
+    bases = [base for base in ("dp-sgd epoch", "dp-sgd ghost") if base in known]
+    floors = {part: least for least, part in FLOORS.items() if least in known}
+    empty = found.median("import only", "peak_mb") if "import only" in known else 0.0
+    print(
+        f"{'':20} {'s':>8} {'CPU s':>8} {'÷ floor':>8} " + " ".join(f"{'÷ ' + b:>15}" for b in bases) + "  above import"
+    )
+    for item in known:
+        least = f"{found.ratio(item, floors[item], 'cpu'):8.2f}" if item in floors else " " * 8
+        shares = " ".join(f"{found.ratio(item, b, 'cpu'):8.2f} ({found.ratio(item, b, 'seconds'):4.2f})" for b in bases)
+        above = found.median(item, "peak_mb") - empty
+        times = f"{found.median(item, 'seconds'):8.2f} {found.median(item, 'cpu'):8.2f}"
+        print(f"{item:20} {times} {least} {shares} {above:8.0f} MB", flush=True)
 
 
 def measured(options) -> dict[str, Timings]:
-    """All parts, each shown as soon as it is there."""
-    journal = Journal(options.log, "passes")
+    """All items, and some of them on twice as many records."""
+    journal, name = Journal(options.log, "passes"), options.model
+    records = options.records or RECORDS[name]
+    items = options.items or [item for item in ITEMS if item not in LEFT_OUT[name]]
 
-    def measure(names, records: int) -> Timings:
+    def measure(items, records: int) -> Timings:
+        common = {"model": name, "records": records}
         return timing.interleaved(
-            names, lambda name: spawn(name, records), journal, rounds=options.rounds, common={"records": records}
+            items, lambda item: spawn(name, item, records), journal, rounds=options.rounds, common=common
         )
 
-    found = {"single": measure(COMPARED, options.records)}
-    print(f"{options.records} records, batch {BATCH}, median of {options.rounds}")
-    table(found["single"])
-    twice = "exact sparse 400"
-    found["double"] = measure(("import only", "dp-sgd epoch", twice), 2 * options.records)
-    print(f"{2 * options.records} records")
-    table(found["double"])
-    growth = found["double"].median(twice, "seconds") / found["single"].median(twice, "seconds")
-    print(f"time, {2 * options.records} against {options.records} records: {growth:.2f}")
-    found["curvlinops"] = measure(CURVLINOPS, BATCH)
-    other = found["curvlinops"].medians("seconds").items()
-    print(f"one batch of {BATCH}, k = 20: " + ", ".join(f"{n} {r['seconds']:.1f} s" for n, r in other))
-    found["laplace"] = measure(LAPLACE, LAPLACE_RECORDS)
-    whole = found["laplace"].medians("seconds", "peak_mb").items()
+    single = measure(items, records)
     print(
-        f"{LAPLACE_RECORDS} records: " + ", ".join(f"{n} {r['seconds']:.1f} s, {r['peak_mb']:.0f} MB" for n, r in whole)
+        f"{name}: {records} records, batch {BATCH[name]}, medians of {options.rounds}; ratios are of CPU time (of time)"
     )
-    found["scaling"] = measure(SCALING, SCALING_RECORDS)
-    print(f"exact pass, sparse, k = 400, perceptron with two hidden layers, {SCALING_RECORDS} records")
-    for name, row in found["scaling"].medians("seconds", "peak_mb").items():
-        print(f"{name:22} {row['seconds']:8.2f} s {row['peak_mb']:8.0f} MB")
-    return found
+    table(single)
+    double = measure([item for item in DOUBLED if item in single.runs], 2 * records)
+    for item in double.runs:
+        growth = double.median(item, "cpu") / single.median(item, "cpu")
+        print(f"{item}: {growth:.2f} times the CPU time for twice as many records")
+    return {"single": single, "double": double}
+
+
+def profile(name: str, item: str, records: int) -> None:
+    """Where the time of an item goes."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    run = action(Problem(name, records), item)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        run()
+    print(item, recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=15), sep="\n")
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--records", type=int, default=20_000)
+    parser.add_argument("model", nargs="?", default="digits", choices=BATCH)
+    parser.add_argument("--records", type=int)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--items", nargs="+", choices=ITEMS, metavar="ITEM")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument(
         "--log", type=Path, help="file to which single measurements go, and from which a run is resumed"
     )
-    parser.add_argument("--plot", help="PNG file for a bar chart")
-    parser.add_argument("--profile", action="store_true", help="profile one exact pass instead")
+    parser.add_argument("--profile", action="store_true", help="profile the items instead, on few records")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run_one(options.one, options.records)))
+        print(json.dumps(run_one(options.model, options.one, options.records)))
         return
     if options.profile:
-        profile(min(options.records, 4096))
+        for item in options.items or ["direction"]:
+            profile(options.model, item, options.records or 4 * BATCH[options.model])
         return
     found = measured(options)
     if options.out:
-        medians = {part: timings.medians("seconds", "peak_mb") for part, timings in found.items()}
+        medians = {part: timings.medians("seconds", "cpu", "peak_mb") for part, timings in found.items()}
         with open(options.out, "w") as file:
-            json.dump({"records": options.records, "batch": BATCH, **medians}, file, indent=1)
-    if options.plot:
-        plot(found["single"], options.plot)
+            json.dump({"records": options.records, "batch": BATCH[options.model], **medians}, file, indent=1)
 
 
 if __name__ == "__main__":

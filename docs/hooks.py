@@ -15,6 +15,7 @@ SHOWN = (
     "benchmarks/*/*.png",
     "benchmarks/*/*.json",
     "benchmarks/*/*.md",
+    "benchmarks/examples/*.p*",
     "tutorials/*.ipynb",
     "tutorials/*.py",
 )

@@ -14,7 +14,6 @@ from opacus_expm.gathering.ranks import RankFailed
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel
-from opacus_expm.suggestion import Candidate, Suggestion, suggest
 
 if TYPE_CHECKING:
     from opacus_expm.experiments import datasets, tasks
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetExceeded",
-    "Candidate",
     "Comparison",
     "ExpMAccountant",
     "ExpMQuadEngine",
@@ -37,11 +35,9 @@ __all__ = [
     "Sparse",
     "Statistics",
     "Stiefel",
-    "Suggestion",
     "compare",
     "datasets",
     "make_private_expm",
-    "suggest",
     "tasks",
 ]
 __version__ = "0.1.0"

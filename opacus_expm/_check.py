@@ -36,14 +36,6 @@ def non_negative(name: str, value: object) -> float:
     return number
 
 
-def temperature(name: str, value: object) -> float:
-    """A real number of at least 1, possibly infinite."""
-    number = math.inf if value == math.inf else _real(name, value, "a number, 1 or greater, or math.inf")
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or greater, got {value!r}")
-    return number
-
-
 def fraction(name: str, value: object) -> float:
     """A real number in [0, 1)."""
     number = _real(name, value, "a number in [0, 1)")

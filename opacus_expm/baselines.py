@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from opacus_expm import _check
 from opacus_expm.gathering.loaders import rows_loader
 from opacus_expm.gathering.model import check_module
+from opacus_expm.gathering.threads import Threads, operations
 from opacus_expm.mechanism import curves
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end
@@ -80,11 +81,13 @@ def dp_sgd(
     _check.fraction("momentum", momentum)
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
     check_criterion(criterion)
-    loader = rows_loader(*tensors("dataset", dataset), batch_size)
+    x, y = tensors("dataset", dataset)
+    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
+    loader = rows_loader(x, y, batch_size)
     steps_per_epoch = len(loader)
     noise_multiplier = calibrated_noise(epsilon, delta, steps_per_epoch, epochs)
     trained = copy.deepcopy(model).train()
-    with _own_generators(seed), _quiet_opacus():
+    with _own_generators(seed), _quiet_opacus(), threads.shared(min(batch_size, max_physical_batch_size)):
         module, optimizer, sampled = PrivacyEngine(accountant="prv").make_private(
             module=trained,
             optimizer=torch.optim.SGD(
@@ -131,9 +134,10 @@ def non_private(
     _check.positive_int("epochs", epochs)
     check_criterion(criterion)
     x, y = tensors("dataset", dataset)
+    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
     trained = copy.deepcopy(model).train()
     device = next(trained.parameters()).device
-    with _own_generators(seed):
+    with _own_generators(seed), threads.shared(batch_size):
         optimizer = torch.optim.Adam([p for p in trained.parameters() if p.requires_grad], lr=learning_rate)
         steps = epochs * math.ceil(len(x) / batch_size)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=max(steps, 2))

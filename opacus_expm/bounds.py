@@ -7,7 +7,8 @@
   out of the draw's budget.
 
 The 80 % quantile of |g_i| and the median of ‖H_i‖₂ are taken: clipping a fifth of the gradients costs little; curvature
-is clipped harder, because its bound enters the noise together with the radius.
+is clipped harder, because its bound enters the noise together with the radius. In the metric of public curvature the
+public bound is the 95 % quantile: all directions have the same scale there, and few records stand out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from opacus_expm.mechanism.quantiles import grid_counts, private_quantile, relia
 from opacus_expm.subspaces import Subspace
 
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
+_HIGH = 0.95  # of |g_i| on public records, in the metric of public curvature
 _SHARE = 0.05  # of a budget that one bound may cost at the most
 
 
@@ -94,13 +96,12 @@ class Bounds:
             )
         return self._settled({}, "given")
 
-    def measured(
-        self, bench: Workbench, public_loader: DataLoader[Any], quantiles: Mapping[str, float] = QUANTILES
-    ) -> ClippingBounds:
+    def measured(self, bench: Workbench, public_loader: DataLoader[Any]) -> ClippingBounds:
         """The bounds, those that are missing measured on public data."""
         if not self.missing:
             return self.given()
         norms = bench.public_norms(public_loader, curvature=self.curvature)
+        quantiles = QUANTILES if bench.measurement.subspace.private_curvature else QUANTILES | {"max_grad_norm": _HIGH}
         found = {name: float(np.quantile(norms[name], quantiles[name])) for name in self.missing}
         for name, value in found.items():
             if value == 0:

@@ -17,7 +17,7 @@ from opacus_expm import _check, checkpoints, choosing, subspaces, swap
 from opacus_expm._warnings import warn
 from opacus_expm.accounting.accountant import ExpMAccountant, NotCopied
 from opacus_expm.books import Books
-from opacus_expm.bounds import QUANTILES, Bounds
+from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module, standard
@@ -31,10 +31,10 @@ from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
-from opacus_expm.public import public_metric, taught
+from opacus_expm.public import taught
 from opacus_expm.pure import PureRounds
 from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
-from opacus_expm.subspaces import Preconditioned, Subspace, SubspaceName
+from opacus_expm.subspaces import Subspace, SubspaceName
 
 
 class ExpMQuadEngine(NotCopied):
@@ -144,8 +144,8 @@ class ExpMQuadEngine(NotCopied):
             radius: R > 0, how far the parameters may move, in Euclidean norm; one number, or one for each round. Not to be
                 read off the private data. None, the default, finds step and length by itself: with δ > 0 in a metric that it
                 learns (``opacus_expm.learned``), with δ = 0 along pure draws (``opacus_expm.pure``). Of the arguments below
-                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size`` and ``progress`` play
-                a part then.
+                only ``criterion``, ``nominal_size``, ``grad_sample_mode``, ``max_physical_batch_size``, ``progress`` and,
+                with δ > 0, ``public_loader`` play a part then.
             proj_dim: dimension k of the random subspace; None works in the full parameter space.
             delta: δ in [0, 1); 0 gives pure ε-DP.
             criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
@@ -157,7 +157,8 @@ class ExpMQuadEngine(NotCopied):
             regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
                 (see ``mechanism.calibration.default_regularization``).
             public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
-                private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε.
+                private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε. Without
+                a radius its curvature is the metric, which pays where public records are many and like the private ones.
             projection: ``"sparse"`` or ``"stiefel"``, random; ``"preconditioned"``, where the curvature of public records
                 gives the metric of the ball; or a recipe with its own settings, such as ``Sparse(seed=0)``.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
@@ -168,8 +169,8 @@ class ExpMQuadEngine(NotCopied):
                 that also says how many probes of each record's curvature are taken.
             max_physical_batch_size: records processed at a time, to cap memory; halved where memory runs out, and the pass
                 starts again (see ``loaders.Pieces``).
-            progress: show a bar; None shows it on a terminal. None is shown where ``nominal_size`` is given, because it
-                would tell the data set's size.
+            progress: show a bar; None shows it on a terminal and in a notebook. No bar is shown where ``nominal_size`` is
+                given, because it would tell the data set's size.
 
         Returns:
             A plain module of ``model``'s own class with parameters θ* + Aξ.
@@ -199,14 +200,14 @@ class ExpMQuadEngine(NotCopied):
                     max_grad_norm=max_grad_norm,
                     max_curvature=max_curvature,
                     regularization=regularization,
-                    public_loader=public_loader,
+                    public_loader=None if delta else public_loader,
                     rounds=None if rounds == 1 else rounds,
                     projection=None if projection == "sparse" else projection,
                 )
                 if _check.fraction("delta", delta) == 0:
                     pure = PureRounds(loader, measurement, epsilon, books)
                     return self._giving(lambda: pure.run(check_module(model)))
-                learned = LearnedRounds(loader, measurement, epsilon, delta, books)
+                learned = LearnedRounds(loader, measurement, epsilon, delta, books, public_loader=public_loader)
                 return self._giving(lambda: learned.run(check_module(model)))
             bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
@@ -238,11 +239,11 @@ class ExpMQuadEngine(NotCopied):
         poisson_sampling: bool | None = None,
         clipping: str = "flat",
         noise_generator: None = None,
-        grad_sample_mode: str | GradSampling | None = "ghost",
+        grad_sample_mode: str | GradSampling = "hooks",
         wrap_model: bool = True,
         progress: bool | None = None,
-    ) -> swap.StandIns:
-        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon`` in ghost mode, without any further argument.
+    ) -> tuple[Any, ...]:
+        """Stand in for ``opacus.PrivacyEngine.make_private_with_epsilon``, without any further argument.
 
         The user's own loop (``zero_grad``, ``criterion(module(x), y)``, ``backward``, ``step``) runs unchanged. What it may
         and may not do is in the table of ``opacus_expm.swap``. After ``epochs`` epochs the module is final and ordinary.
@@ -267,7 +268,8 @@ class ExpMQuadEngine(NotCopied):
             module: pretrained module; as with Opacus it is the one that is trained, in place. Parameters with
                 ``requires_grad`` move, and have to be the optimizer's.
             optimizer: the loop's; its learning rate plays no part.
-            criterion: the loss; cross-entropy by default, as with Opacus.
+            criterion: the loss; cross-entropy by default, as with Opacus. In hooks mode the loop's own criterion has to be
+                the same one, as in ``nn.CrossEntropyLoss()(output, target)`` or ``F.cross_entropy(output, target)``.
             data_loader: private data, every record once an epoch (see ``gathering.loaders``).
             target_epsilon: ε of all epochs together.
             target_delta: δ of all epochs together; 0 gives pure ε-DP, and needs a radius.
@@ -289,13 +291,14 @@ class ExpMQuadEngine(NotCopied):
             poisson_sampling: may be left out: batches are Poisson samples without a radius, and only then.
             clipping: ``"flat"``, with one bound for a record's gradient (and one for its curvature).
             noise_generator: None; noise belongs to the engine, ``ExpMQuadEngine(noise_generator=...)``.
-            grad_sample_mode: ``"ghost"`` for hooks where they can serve; ``"hooks"``, ``"functorch"`` or a
-                ``GradSampling`` insist.
+            grad_sample_mode: ``"hooks"`` or ``"ghost"``, which differ in what is returned, for hooks where they can serve;
+                ``"functorch"`` or a ``GradSampling`` insist.
             wrap_model: True, though nothing is wrapped.
             progress: show a bar for passes over public data.
 
         Returns:
-            (module, optimizer, criterion, data_loader) for the loop. ``module`` is the one that came.
+            What Opacus returns: (module, optimizer, data_loader) for the loop, and with ``grad_sample_mode="ghost"``
+            (module, optimizer, criterion, data_loader). ``module`` is the one that came.
 
         Raises:
             TypeError, ValueError: bad input; nothing is charged or changed.
@@ -331,18 +334,36 @@ class ExpMQuadEngine(NotCopied):
             budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
             plan = Plan(budget, bounds, measurement, public_loader)
             rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
-        return swap.stand_ins(module, optimizer, loss, data_loader, rounds)
+        return swap.stand_ins(module, optimizer, loss, data_loader, rounds, ghost=protocol.ghost)
 
-    def make_private(self, **_: object) -> NoReturn:
-        """Not here: a noise multiplier has no meaning for the exponential mechanism.
+    def make_private(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        grad_sample_mode: str = "hooks",
+        epochs: int | None = None,
+        target_delta: float = 1e-5,
+        **_: object,
+    ) -> NoReturn:
+        """Not here: a noise multiplier says how noisy a step is. The error has the call that asks for as much privacy.
+
+        Args:
+            data_loader: whose batches give the sample rate.
+            noise_multiplier: σ of DP-SGD.
+            max_grad_norm: is handed on.
+            grad_sample_mode: as in ``make_private_with_epsilon``.
+            epochs: of the loop; without them ε is told for several.
+            target_delta: δ, at which ε is told.
+            **_: the other arguments of Opacus's ``make_private``.
 
         Raises:
-            NotImplementedError: naming what to use instead.
+            NotImplementedError: with the call of ``make_private_with_epsilon``, its ε by Opacus's own accountant.
         """
+        ghost = "ghost" in grad_sample_mode
         raise NotImplementedError(
-            "make_private(noise_multiplier=...) has no meaning here, where no noise is added to gradients: use "
-            "make_private_with_epsilon(target_epsilon=..., target_delta=..., epochs=...) for a training loop, or "
-            "make_private_expm(model, loader, epsilon, delta=...) without one"
+            swap.equivalent_call(data_loader, noise_multiplier, max_grad_norm, target_delta, epochs, ghost=ghost)
         )
 
     @classmethod
@@ -400,7 +421,7 @@ class ExpMQuadEngine(NotCopied):
                 progress=progress,
             )
             bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-            check_subspace(subspace, bounds, public_loader)
+            check_subspace(subspace, public_loader)
             if private_checkpoint is not None and subspace.seed is None:
                 raise ValueError(
                     "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one "
@@ -526,46 +547,6 @@ class ExpMQuadEngine(NotCopied):
         density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))
         coordinates = Exact().sample(density, self.noise.source(), draws)
         return np.array([float(evaluate(statistics.module_at(xi))) for xi in coordinates])
-
-    def public_metric(
-        self,
-        model: nn.Module,
-        public_loader: DataLoader[Any],
-        proj_dim: int | None = None,
-        *,
-        damping_share: float,
-        quantile: float = QUANTILES["max_grad_norm"],
-        projection: Preconditioned | None = None,
-        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
-        views: Views | None = None,
-    ) -> dict[str, Any]:
-        """Arguments of ``make_private_expm`` for ``"preconditioned"`` rounds without private curvature, from public data.
-
-        Args:
-            model: as in ``make_private_expm``, and so are those that are not named here.
-            public_loader: public data.
-            proj_dim: of the subspace.
-            damping_share: h₀ as a share of the largest eigenvalue of the public curvature.
-            quantile: of the public records' gradient norms in this metric, for C_g. A large one clips less.
-            projection: rank, temperature and units of the metric.
-            criterion: the loss.
-            views: of the norms, not of the curvature.
-
-        Returns:
-            ``projection`` with the curvature that was found, ``max_grad_norm`` and ``max_curvature`` = 0.
-
-        **Privacy:** uses no private data.
-        """
-        books = self.books()
-        with books.together():
-            model = standard(model)
-            _check.positive("damping_share", damping_share)
-            _check.fraction("quantile", quantile)
-            subspace = Preconditioned() if projection is None else projection
-            measurement = Measurement(subspace, proj_dim, criterion=criterion, views=views, progress=False)
-            numbers = {"damping_share": damping_share, "quantile": quantile}
-            books.same(lambda: {"model": described(check_module(model)), **numbers, **measurement.facts()})
-            return public_metric(model, public_loader, measurement, damping_share, quantile, books.ranks)
 
     def get_epsilon(self, delta: float = 0.0) -> float:
         """ε spent so far at the given δ (0 for the pure guarantee), over everything in the ledger."""
@@ -719,11 +700,12 @@ def make_private_expm(
         loader: private data as (input, target) batches, every record once.
         epsilon: ε > 0.
         radius: R > 0, how far the parameters may move, in Euclidean norm. None, the default, finds step and length by
-            itself; ``proj_dim`` and ``public_loader`` are left out then.
+            itself; ``proj_dim`` is left out then.
         proj_dim: dimension k of the random subspace; None works in the full parameter space.
         delta: δ in [0, 1); 0 gives pure ε-DP.
         criterion: the loss; None infers cross-entropy or mean squared error from the target's dtype, and says so.
-        public_loader: public data on which clipping bounds are measured; without it they are bought for a part of ε.
+        public_loader: public data on which clipping bounds are measured, or without a radius (and with δ > 0) the metric;
+            without it they are bought for a part of the budget.
 
     Returns:
         A plain module of ``model``'s own class.

@@ -4,7 +4,8 @@ The model moves in the span of directions that were released before, where a few
 (``subspaces.metric``) and u the place in it, θ = θ* + KuK,
 
 1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``), with Gaussian noise; a layer's
-   scale is a private median. Eigenvalues below the edge of the noise's own spectrum are noise: the damping is there.
+   scale is a private median. Eigenvalues below the edge of the noise's own spectrum are noise: the damping is there. Where
+   public records are given, their curvature is the metric instead (``subspaces.leading``), and costs nothing.
 2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
 3. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
    step of length η; in the metric no learning rate has to be found for the last layer alone.
@@ -35,9 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
-from opacus_expm import _check, _warnings
+from opacus_expm import _check, _warnings, words
+from opacus_expm._bars import bar
 from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.books import Books
@@ -51,9 +52,12 @@ from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import symmetric_noise
 from opacus_expm.mechanism.quantiles import GRID
+from opacus_expm.public import taught
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
+from opacus_expm.subspaces.leading import Leading
 from opacus_expm.subspaces.metric import Block, Metric
+from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 
 _AVERAGED = 0.4  # of the steps, at the end
@@ -63,6 +67,7 @@ _LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
 _SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
 _CHOICES = (0.0, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
+_LEADING = 800  # directions of public curvature
 _LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
@@ -76,12 +81,14 @@ class Planned:
         rule: how many steps, how long, and what each part may cost.
         blocks: the layers with a metric of their own.
         guess: the loss of a model that guesses; None where it is not known.
+        metric: from public data; None where it is to be measured.
     """
 
     bench: Workbench
     rule: Rule
     blocks: tuple[Block, ...]
     guess: float | None
+    metric: Leading | None = None
 
 
 class LearnedRounds:
@@ -95,6 +102,7 @@ class LearnedRounds:
         books: that charges are written into.
         epochs: how many passes over the data the directions take, with a step in each; None for the rule's own.
         pieces: records at a time; None takes those of the measurement.
+        public_loader: public data, whose curvature is the metric; None measures one on the private data.
     """
 
     def __init__(
@@ -107,6 +115,7 @@ class LearnedRounds:
         *,
         epochs: int | None = None,
         pieces: loaders.Pieces | None = None,
+        public_loader: DataLoader[Any] | None = None,
     ):
         _check.positive("epsilon", epsilon)
         if _check.fraction("delta", delta) == 0:
@@ -115,11 +124,13 @@ class LearnedRounds:
                 "make_private_expm, which has pure rounds for delta=0"
             )
         check_learnable(loader, measurement, books)
+        if public_loader is not None:
+            loaders.check_public(public_loader, loader)
         books.check()
         # Bars of single passes would tell how many records a sample has.
         self._measurement = replace(measurement, subspace=Sparse(seed=0), proj_dim=None, progress=False)
         self._shows = measurement.shows_progress
-        self._loader, self._epochs, self._pieces = loader, epochs, pieces
+        self._loader, self._epochs, self._pieces, self._public = loader, epochs, pieces, public_loader
         self._questions = Questions(books, epsilon, delta, measurement.size_of(loader))
 
     @property
@@ -138,8 +149,7 @@ class LearnedRounds:
         """
         try:
             walk = self.begin(self.plan(model))
-            hidden = None if self._shows is None else not self._shows
-            for _ in tqdm(range(walk.rule.steps), desc="rounds", unit="step", disable=hidden, leave=False):
+            for _ in bar(self._shows, range(walk.rule.steps), desc="rounds", unit="step", leave=False):
                 walk.step(walk.sample())
             return walk.module()
         finally:
@@ -164,8 +174,19 @@ class LearnedRounds:
         guess = bench.prepared[1].guessing(outputs)
         rule = self._rule(bench, len(blocks), guess is not None)
         asked.admit(rule.charges(), instead_of)
+        words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
-        return Planned(bench, rule, blocks, guess)
+        return Planned(bench, rule, blocks, guess, self._public_metric(model, rule))
+
+    def _public_metric(self, model: nn.Module, rule: Rule) -> Leading | None:
+        """The leading directions of public curvature, as many as the budget pays for."""
+        if self._public is None:
+            return None
+        recipe = replace(self._measurement, subspace=Preconditioned(rank=_LEADING))
+        found = taught(model, recipe, self._public, self._questions.books.ranks)
+        assert isinstance(found, Preconditioned)
+        assert found.curvature is not None
+        return Leading.of(found.curvature, rule.dimensions)
 
     def begin(self, planned: Planned) -> Walk:
         """Metric, bounds, and the charge for all directions: the walk stands at the start.
@@ -173,7 +194,9 @@ class LearnedRounds:
         **Privacy:** what it asks of the records is charged before it is drawn.
         """
         asked, bench, rule, guess = self._questions, planned.bench, planned.rule, planned.guess
-        if planned.blocks:
+        if planned.metric is not None:
+            bench = bench.within(planned.metric)
+        elif planned.blocks:
             bench = bench.within(self.metric(bench, rule, planned.blocks))
         bound = self.bound(bench, rule)
         if guess is None:
@@ -186,7 +209,7 @@ class LearnedRounds:
         """The rule for a model with so many layers."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
-        return Rule(*known, epochs=self._epochs, last=bench.last_moves())
+        return Rule(*known, epochs=self._epochs, last=bench.last_moves(), public=self._public is not None)
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
@@ -351,7 +374,11 @@ class Walk(PrivateValues):
         gains = looks.gains(self._bench, self._loader, places, self._guess)
         epsilon = curves.bounded_range_within(self.rule.length_mu)
         number = self._asked.choice("choice", epsilon * gains / self._guess + _RELUCTANCE, epsilon)
-        return self._bench.module_at(places[number])
+        rule, found = self.rule, self._bench.module_at(places[number])
+        sample = f"samples of {rule.sample_rate:.2g} of the records"
+        what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
+        words.of_walk(self._asked.books, what, rule.passes, self._bench.module_at(places[0]), found)
+        return found
 
 
 # Public weights of a bound: in the metric, norms are of the order of one.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _warnings
+from opacus_expm import _check, _warnings, words
 from opacus_expm.accounting.events import PlannedEvent
 from opacus_expm.books import Books
 from opacus_expm.gathering import looks
@@ -171,13 +171,18 @@ class PureRounds:
         guess = bench.prepared[1].guessing(outputs)
         rule = PureRule(asked.epsilon, asked.size, parameters, guess is not None)
         asked.admit(rule.charges())
+        words.of_start(asked.books, bench)
         _warn_if_faint(rule)
         try:
             if rule.dim < parameters:
                 seed = int(asked.books.noise.source().integers(2**63))
                 drawn = replace(self._measurement, subspace=Sparse(seed=seed), proj_dim=rule.dim)
                 bench = Workbench(model, drawn, bench.pieces)
-            return bench.module_at(self._walk(bench, rule, guess))
+            found = bench.module_at(self._walk(bench, rule, guess))
+            noise = f"noise of {rule.dim / rule.direction_epsilon:.3g} times the bound"
+            what = f"{rule.rounds} direction(s) in {rule.dim} dimensions, with {noise}"
+            words.of_walk(asked.books, what, rule.passes, model, found)
+            return found
         finally:
             asked.end()
 

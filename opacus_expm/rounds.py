@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, _warnings
+from opacus_expm import _check, _warnings, words
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Release
 from opacus_expm.books import Books
@@ -43,7 +44,6 @@ from opacus_expm.mechanism.calibration import (
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.public import taught
 from opacus_expm.subspaces import Subspace
-from opacus_expm.subspaces.shrinkage import public_variance
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Plan:
     public_loader: DataLoader[Any] | None = None
 
     def __post_init__(self) -> None:
-        check_subspace(self.measurement.subspace, self.bounds, self.public_loader)
+        check_subspace(self.measurement.subspace, self.public_loader)
 
     @property
     def rounds(self) -> int:
@@ -181,17 +181,12 @@ class Plan:
         return [[*map(PlannedEvent, prices.values()), *[draw] * self.rounds] for draw in draws]
 
 
-def check_subspace(subspace: Subspace, bounds: Bounds, public_loader: DataLoader[Any] | None) -> None:
-    """Raise for a recipe that lacks public data, or whose noise would be private."""
+def check_subspace(subspace: Subspace, public_loader: DataLoader[Any] | None) -> None:
+    """Raise for a recipe that lacks public data."""
     if subspace.needs_public_data and public_loader is None:
         raise ValueError(
             f"public_loader must be given with projection={subspace.kind!r}: its curvature comes from public data; or use "
             "projection='sparse'"
-        )
-    if subspace.denoise and bounds.curvature:
-        raise ValueError(
-            "denoise=True needs a draw whose noise is public, without private curvature: pass max_curvature=0 too, or "
-            "projection='preconditioned', or leave denoise out"
         )
 
 
@@ -344,7 +339,11 @@ class Rounds:
         module = model
         try:
             for number in range(self.count):
-                module = self.draw(self.begin(module, number).over(self._loader), number)
+                gathering = self.begin(module, number)
+                statistics = gathering.over(self._loader)
+                if number == 0:
+                    words.of_start(self._books, gathering.bench)
+                module = self.draw(statistics, number)
         finally:
             self.end()
         return module
@@ -394,28 +393,19 @@ def release(
     **Privacy:** the release costs no more than allowed; every call is a release of its own.
     """
     calibrated = budget.calibrate(statistics, allowance, books, number)
-    subspace = statistics.subspace
-    check_subspace(subspace, Bounds(statistics.sums.max_grad_norm, statistics.sums.max_curvature), None)
-    ridge, radius = budget.ridge(statistics, number), budget.radii[number]
+    radius = budget.radii[number]
     epsilon_range, mu = calibrated.epsilon_range, calibrated.mu
     if statistics.bounds == "bought":  # what follows from the bounds was not fixed in advance, and may not count
         epsilon_range, mu = cost_whatever_the_bounds(allowance, calibrated.method)
     c, reach = calibrated.inverse_temperature, statistics.nominal_size * statistics.sums.max_grad_norm * radius
-    coordinates = drawn(
-        statistics,
-        release_event(
-            statistics, budget, replace(calibrated, epsilon_range=epsilon_range, mu=mu), books, number=number
-        ),
-        books,
-        c,
-        lambda density: books.noise.draw(density, c * reach),
-        admission,
+    event = release_event(
+        statistics, budget, replace(calibrated, epsilon_range=epsilon_range, mu=mu), books, number=number
     )
-    if subspace.denoise:
-        variance = public_variance(c, ridge, statistics.nominal_size, radius, statistics.projection.dim)
-        coordinates = statistics.projection.shrunk(coordinates, variance, statistics.layout)
+    coordinates = drawn(statistics, event, books, c, lambda density: books.noise.draw(density, c * reach), admission)
+    share = float(np.linalg.norm(coordinates)) / radius
     module = statistics.module_at(coordinates)
     books.ranks.adopt([p for p in module.parameters() if p.requires_grad])
+    words.of_draw(books, event, c, share, statistics.module, module)
     return module
 
 

@@ -14,6 +14,7 @@ _PASSES = 10.0  # over the data, of everything together
 _MOST_STEPS = 100
 _MARKS = (0.05, 0.15, 0.4)  # of the steps, after which a length is measured
 _METRIC_SHARE = 0.08  # of μ²
+_DIMENSIONS = 0.1  # of nμ
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Rule:
         bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
         epochs: how many passes over the data the directions take together; None for what the others leave of ten.
         last: whether the last layer of the model is among them.
+        public: whether public records give the metric, so that none is bought.
     """
 
     epsilon: float
@@ -37,6 +39,7 @@ class Rule:
     bounded: bool
     epochs: int | None = None
     last: bool = True
+    public: bool = False
 
     @property
     def head(self) -> bool:
@@ -70,7 +73,7 @@ class Rule:
         One for the metric and one for C; two thirds for each length, a forward pass with a tangent, and for the choice
         between two places; a third for a bound of the losses.
         """
-        return (self.layers > 0) + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
+        return self.measured + 1 + 2 / 3 * (len(self.marks) + 1) + (0 if self.bounded else 1 / 3)
 
     @property
     def sample_rate(self) -> float:
@@ -99,6 +102,16 @@ class Rule:
         if self.head:
             return ()
         return tuple(sorted({max(1, round(self.steps * share)) for share in _MARKS}))
+
+    @property
+    def measured(self) -> bool:
+        """Whether a metric is measured on the records."""
+        return self.layers > 0 and not self.public
+
+    @property
+    def dimensions(self) -> float:
+        """How many dimensions of a public metric are paid for: their noise adds up to a part of the loss that is small."""
+        return _DIMENSIONS * self.records * self.mu
 
     @property
     def metric_mu(self) -> float:
@@ -133,8 +146,8 @@ class Rule:
 
     def queries(self) -> list[tuple[str, PlannedEvent]]:
         """Everything that is going to be asked of the records, in order, but the directions."""
-        before = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.layers else []
-        before += [("scale", _choice(self.scale_mu))] * self.layers
+        before = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.measured else []
+        before += [("scale", _choice(self.scale_mu))] * self.layers if self.measured else []
         before += [("bound", _choice(self.bound_mu))]
         before += [] if self.bounded else [("loss", _choice(self.loss_mu))]
         length = [("length bound", _choice(self.length_mu / 2))] * 2

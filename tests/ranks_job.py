@@ -4,7 +4,6 @@ Every scenario leaves what it saw in ``directory/scenario.rank``. No test is col
 """
 
 import copy
-import dataclasses
 import datetime
 import os
 import signal
@@ -170,20 +169,19 @@ def public(rank, directory):
         projection=Preconditioned(rank=4),
         public_loader=loader(shuffle=True),
     )
-    metric = engine.public_metric(
+    statistics = engine.gather(
         make_model(),
-        loader(shuffle=True),
-        damping_share=0.1,
-        quantile=0.35,
-        projection=Preconditioned(rank=4),
+        loader(),
+        None,
         criterion=nn.MSELoss(),
+        projection=Preconditioned(rank=4),
+        public_loader=loader(shuffle=True),
     )
-    learned = metric.pop("projection")
     return {
         "weights": flat(model),
         "ledger": engine.accountant.state_dict()["releases"],
-        "metric": metric | {"damping": learned.damping},
-        "curvature": learned.curvature.tensors(),
+        "bound": statistics.sums.max_grad_norm,
+        "curvature": statistics.subspace.curvature.tensors(),
     }
 
 
@@ -209,8 +207,8 @@ def learned(rank):
     """A metric that was learned on each rank alone, from other public records."""
     alone = ExpMQuadEngine(distributed=False)
     records = loader(Subset(Records(), range(10 + rank)))
-    metric = alone.public_metric(make_model(), records, damping_share=0.1, criterion=nn.MSELoss())
-    return dataclasses.replace(metric["projection"], damping=1.0, seed=0)
+    metric = {"projection": Preconditioned(seed=0), "criterion": nn.MSELoss()}
+    return alone.gather(make_model(), loader(), None, public_loader=records, **metric).subspace
 
 
 def mismatches(rank, directory):
@@ -254,7 +252,6 @@ def mismatches(rank, directory):
         refusal(lambda: engine.gather(**{**good, "max_grad_norm": 1.0 - rank})),
         refusal(lambda: engine.make_private_expm(*good_call, 1.0, 0.3 if rank == 0 else -1.0, DIM, **GOOD)),
         refusal(lambda: engine.release(statistics, 1.0 if rank == 0 else "one", 0.3)),
-        refusal(lambda: engine.public_metric(*good_call, damping_share=0.1 - 0.1 * rank, criterion=nn.MSELoss())),
     ]
     found["epsilon"] = refusal(lambda: engine.release(statistics, 1.0 + rank, 0.3))
     if rank == 1:

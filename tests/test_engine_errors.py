@@ -125,6 +125,16 @@ def _table():
             ValueError,
             ["'weight'", "torch.complex64", "real floating"],
         ),
+        "model scripted": (
+            {"model": torch.jit.script(make_model())},
+            ValueError,
+            ["model comes from torch.jit.script or torch.jit.trace", "pass the module as it was before"],
+        ),
+        "model scripted in part": (
+            {"model": nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(FEATURES, 1)))},
+            ValueError,
+            ["layer '1' of model comes from torch.jit.script", "or freeze"],
+        ),
         "model with batch statistics": (
             {"model": nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False))},
             ValueError,
@@ -226,11 +236,6 @@ def _table():
             {"projection": "preconditioned"},
             ValueError,
             ["public_loader must be given with projection='preconditioned'", "projection='sparse'"],
-        ),
-        "denoise with private curvature": (
-            {"projection": Sparse(denoise=True)},
-            ValueError,
-            ["denoise=True needs a draw whose noise is public", "max_curvature=0"],
         ),
         "iterable without nominal_size": (
             {"loader": DataLoader(Stream(), batch_size=16), "model": make_model(torch.float64)},
@@ -434,12 +439,6 @@ def test_numbers_of_probes_and_eigenpairs_are_positive(value):
         GradSampling(probes=value)
     with pytest.raises((TypeError, ValueError), match=f"rank must be a positive integer, got {value!r}"):
         Preconditioned(rank=value)
-
-
-@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
-def test_a_damping_is_positive(value):
-    with pytest.raises(ValueError, match=f"damping must be .*greater than 0, got {value!r}"):
-        Preconditioned(damping=value)
 
 
 @pytest.mark.parametrize("value", ["unknown", 3, "Hooks"])

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, Sparse, paper, suggest
+from opacus_expm import ExpMQuadEngine, Sparse, paper
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.accounting.events import Purchase, Release
 from opacus_expm.accounting.ledger import LedgerFile
@@ -35,7 +35,6 @@ from opacus_expm.gathering import randomness
 from opacus_expm.gathering.criteria import CrossEntropy
 from opacus_expm.learned import Walk
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.suggestion import Candidate
 
 RECORDS, FEATURES, CLASSES = 24, 4, 3
 PACKAGE = str(Path(opacus_expm.__file__).parent)
@@ -152,6 +151,7 @@ def training_loop(engine, model, **options):
 def loop_in_place(engine, model, **options):
     """Two epochs of an Opacus loop."""
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=model,
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         data_loader=make_loader(),
@@ -496,23 +496,6 @@ def test_an_interrupted_checkpoint_changes_nothing(tmp_path, monkeypatch):
     assert other.accountant.releases == engine.accountant.releases
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_rehearsal_leaves_every_submodule_in_its_mode(interrupted):
-    model = make_model()
-    before = state_of(model)
-    arguments = {"criterion": nn.CrossEntropyLoss(), "candidates": [Candidate("sparse", 5, 1, 0.1)], "repeats": 1}
-    if interrupted:
-
-        class Loss(nn.CrossEntropyLoss):
-            def forward(self, outputs, targets):
-                raise KeyboardInterrupt
-
-        arguments["criterion"] = Loss()
-    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
-        suggest(model, make_loader(), 1.0, 1e-5, 100, **arguments)
-    assert state_of(model) == before
-
-
 # --- models that give no number -------------------------------------------------------------------------------------
 
 
@@ -778,6 +761,7 @@ def test_memory_that_runs_out_in_a_training_loop():
     def loop_of(model):
         engine = ExpMQuadEngine()
         module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+            grad_sample_mode="ghost",
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(TensorDataset(*make_tensors(96)), batch_size=32),

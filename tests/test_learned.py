@@ -136,6 +136,57 @@ def test_an_early_layer_alone_has_lengths_and_short_steps():
     assert Rule(EPSILON, DELTA, 1000, 2, True, last=False).charges() == Rule(EPSILON, DELTA, 1000, 2, True).charges()
 
 
+# --- with public data ------------------------------------------------------------------------------------------------
+
+
+def _public(seed=9):
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=25)
+
+
+@pytest.mark.parametrize(("make", "layers"), [(_line, 1), (_deep, 2)])
+def test_a_public_metric_costs_nothing_and_is_not_measured_on_the_records(make, layers):
+    engine = ExpMQuadEngine()
+    _released(make(), engine=engine, public_loader=_public())
+    held = engine.accountant.releases
+    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False, public=True)
+    assert {q.what for q in held}.isdisjoint({"metric", "scale"})
+    assert [(c.epsilon_range, c.mu, c.runs) for c in rule.charges()] == [(q.epsilon_range, q.mu, q.runs) for q in held]
+    assert rule.looking == pytest.approx(Rule(EPSILON, DELTA, RECORDS, layers, bounded=False).looking - 1)
+    assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
+
+
+def test_a_public_metric_depends_on_public_records_alone(monkeypatch):
+    """Whatever the private records are, the map is the same; with other public records it is another."""
+    maps = []
+    right = Workbench.within
+
+    def spy(self, subspace):
+        found = right(self, subspace)
+        maps.append(found.map.matrix)
+        return found
+
+    monkeypatch.setattr(Workbench, "within", spy)
+    other = DataLoader(TensorDataset(*(100 * t for t in _tensors())), batch_size=64)
+    for private, public in ((_loader(), _public()), (other, _public()), (_loader(), _public(8))):
+        _released(_deep(), private, public_loader=public)
+    assert torch.equal(maps[0], maps[1])
+    assert not torch.allclose(maps[0], maps[2], atol=1e-3)
+
+
+def test_public_data_that_cannot_serve_are_refused_and_nothing_is_charged():
+    engine, loader = ExpMQuadEngine(), _loader()
+    with pytest.raises(ValueError, match="public_loader names records of loader"):
+        _released(_line(), loader, engine, public_loader=DataLoader(loader.dataset, batch_size=10))
+    with pytest.raises(ValueError, match="public_loader has no meaning without radius="):
+        _released(_line(), loader, engine, public_loader=_public(), delta=0.0)
+    still = DataLoader(TensorDataset(torch.zeros(20, 3).double(), torch.zeros(20, 1).double()), batch_size=10)
+    constant = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+    with pytest.raises(ValueError, match="public_loader's records have no curvature: leave public_loader out"):
+        _released(constant, loader, engine, public_loader=still)
+    assert len(engine.accountant) == 0
+
+
 # --- what is released ------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +333,6 @@ REFUSED = [
     ({}, {"max_grad_norm": 1.0}, "max_grad_norm has no meaning"),
     ({}, {"max_curvature": 0.0}, "max_curvature has no meaning"),
     ({}, {"regularization": 1.0}, "regularization has no meaning"),
-    ({}, {"public_loader": _loader(8)}, "public_loader has no meaning"),
     ({}, {"rounds": 2}, "rounds has no meaning"),
     ({}, {"projection": "stiefel"}, "projection has no meaning"),
     ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set"),

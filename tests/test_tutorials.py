@@ -15,6 +15,7 @@ NAMES = (
     "4_accounting",
     "5_icu_mortality",
     "6_pretrained_transformer",
+    "7_cifar10_head",
 )
 MACHINE = re.compile(r"(?<![\w./])/(tmp|work|root|home|Users|usr|opt|var)/|\b[A-Z]:\\\\|site-packages|ipykernel_")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
@@ -48,7 +49,7 @@ def _text(output):
     return "".join("".join(text) if isinstance(text, list) else str(text) for text in texts)
 
 
-def test_the_six_tutorials_are_there():
+def test_the_seven_tutorials_are_there():
     assert [path.stem for path in NOTEBOOKS] == list(NAMES)
 
 

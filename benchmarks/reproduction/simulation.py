@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm.auto import tqdm
 
 from benchmarks.reproduction.results import Cost, Curve, Reference, Reproduction
 from benchmarks.reproduction.settings import EPSILONS, EXPERIMENTS, METHODS, RADII, RADIUS, TASKS, Effort, Setting
 from opacus_expm import _check, paper
+from opacus_expm._bars import bar as progress_bar
 from opacus_expm.accounting.events import NoGuarantee
 from opacus_expm.baselines import tensors
 from opacus_expm.engine import ExpMQuadEngine
@@ -150,7 +150,7 @@ def reproduce(
         stacklevel=2,
     )
     points = _points(tuple(losses), setting)
-    with tqdm(total=len(points), desc=task.name, disable=None if progress is None else not progress) as bar:
+    with progress_bar(progress, total=len(points), desc=task.name) as bar:
         simulations = {
             name: _Simulations(own, name, setting, effort, seed, None if out is None else Path(out) / _FILE)
             for name, own in losses.items()

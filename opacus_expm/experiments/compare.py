@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from tqdm.auto import tqdm
 
 from opacus_expm import _check
+from opacus_expm._bars import bar as progress_bar
 from opacus_expm.baselines import check_criterion, tensors
 from opacus_expm.experiments.cells import Bench, Cell, Outcome
 from opacus_expm.experiments.journal import Journal, canonical
@@ -98,7 +98,7 @@ def compare(
         quick: use ``QUICK_GRIDS`` where none is given.
         out: directory for finished cells. A run that was interrupted, or one with more seeds, budgets or candidates, goes on
             from there; cells of another configuration (data, model, δ, version) are ignored.
-        progress: show a bar; None shows it on a terminal.
+        progress: show a bar; None shows it on a terminal and in a notebook.
 
     Returns:
         Means, deviations, costs and the search, in a fixed order.
@@ -126,7 +126,7 @@ def compare(
     tuned = _trials(candidates, budgets, trials)
     columns = [(method, epsilon) for method in chosen for epsilon in budgets_of(method, budgets)]
     total = len(tuned) + sum(1 if method == "zero-shot" else len(seeds) for method, _ in columns)
-    with tqdm(total=total, desc=task.name or "compare", disable=None if progress is None else not progress) as bar:
+    with progress_bar(progress, total=total, desc=task.name or "compare") as bar:
         scores = _run(search, tuned, journal, bar)
         search_results, best = _best(candidates, budgets, tuned, scores, task.metric)
         cells = [
@@ -179,7 +179,7 @@ def _trials(candidates: Mapping[str, list[Settings]], budgets: Sequence[float], 
     ]
 
 
-def _run(bench: Bench, cells: list[Cell], journal: Journal, bar: tqdm[Any]) -> dict[str, Outcome]:
+def _run(bench: Bench, cells: list[Cell], journal: Journal, bar: Any) -> dict[str, Outcome]:
     """The outcome of every cell, by its key: from the journal, or run now."""
     found = {}
     for cell in cells:

@@ -21,6 +21,7 @@ from opacus_expm.baselines import tensors
 from opacus_expm.experiments import downloads
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.model import evaluation_mode
+from opacus_expm.gathering.threads import Threads, operations
 
 _ROWS = 250  # records at a time: what stays in cache
 
@@ -97,12 +98,14 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     steps = epochs * math.ceil(len(x) / batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps)
-    for _ in range(epochs):
-        for index in torch.split(torch.randperm(len(x)), batch_size):
-            optimizer.zero_grad()
-            criterion(model(x[index]), y[index]).backward()
-            optimizer.step()
-            schedule.step()
+    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
+    with threads.shared(batch_size):
+        for _ in range(epochs):
+            for index in torch.split(torch.randperm(len(x)), batch_size):
+                optimizer.zero_grad()
+                criterion(model(x[index]), y[index]).backward()
+                optimizer.step()
+                schedule.step()
 
 
 def train_once(model: nn.Module, train: Callable[[], None], dataset: TensorDataset, facts: dict[str, Any]) -> None:
@@ -182,5 +185,6 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def outputs(model: nn.Module, dataset: TensorDataset) -> Tensor:
     """What a model says of all records, a few hundred at a time (what stays in cache), in evaluation mode."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with evaluation_mode(model):
-        return torch.cat([model(x.to(device)).cpu() for x in torch.split(dataset.tensors[0], _ROWS)])
+    rows = dataset.tensors[0]
+    with evaluation_mode(model), Threads(operations(model, rows[:1].to(device))).shared(_ROWS):
+        return torch.cat([model(x.to(device)).cpu() for x in torch.split(rows, _ROWS)])

@@ -249,7 +249,7 @@ def record_gradients(
         return gradients(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype), count)
     outputs, pullback = source.outputs_and_pullback(inputs)
     rows = pullback(at_outputs(criterion, outputs, targets)[0].to(outputs.dtype)[:, None])[:, 0]
-    return RecordGradients(count, (), rows, rows.shape[1])
+    return RecordGradients(count, len(rows), (), rows, rows.shape[1])
 
 
 def padded(inputs: Any, targets: Tensor, pad_to: int | None) -> tuple[Any, Tensor]:
@@ -364,8 +364,9 @@ class ClippedAdder:
 
     def add_gradients(self, records: RecordGradients) -> None:
         """Add one batch of records without curvature."""
-        g = records.summed(lambda norms: _clip(norms, self._bounds[0]))
-        self._g = g if self._g is None else self._g + g
+        if self._g is None:
+            self._g = torch.zeros(records.size, dtype=torch.float64, device=records.norms.device)
+        records.add(self._g, lambda norms: _clip(norms, self._bounds[0]))  # in place: it may be as long as the model
         self._parallel = False
 
     def result(self) -> ClippedSums:

@@ -321,17 +321,15 @@ class AutodiffCriterion:
 
 
 @dataclass(frozen=True)
-class Softened:
-    """A criterion at outputs divided by a temperature τ ≥ 1, for the metric that public curvature gives.
+class Undecided:
+    """A criterion at outputs of zero, those of a model that knows nothing, for the metric that public curvature gives.
 
     Where a model is sure, softmax and logistic losses hardly curve, and on records like those it was trained on it is too
-    sure: on others steps in such a metric are too long. L at f/τ tends to that of a model that knows nothing (for softmax
-    (I − 11ᵀ/m)/m), which weighs how the outputs themselves move. The factor 1/τ² of the chain rule is left out: it would
-    only rescale the metric.
+    sure: on others steps in such a metric would be too long. The curvature of a model that knows nothing (for softmax
+    (I − 11ᵀ/m)/m) weighs how the outputs themselves move. That of squared errors is the same everywhere.
     """
 
     criterion: Criterion
-    temperature: float
 
     def basis(self, outputs: int) -> Tensor:
         """That of the criterion."""
@@ -346,16 +344,21 @@ class Softened:
         return self.criterion.counted(targets)
 
     def gradient_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The inner criterion's gradient and factor at the outputs f/τ."""
-        return self.criterion.gradient_and_factor(outputs / self.temperature, targets)
+        """The criterion's gradient and factor at zero."""
+        return self.criterion.gradient_and_factor(torch.zeros_like(outputs), targets)
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of the criterion at f/τ."""
-        return self.criterion.values(outputs / self.temperature, targets)
+        """The criterion's value at zero."""
+        return self.criterion.values(torch.zeros_like(outputs), targets)
 
     def guessing(self, outputs: int) -> float | None:
         """That of the criterion."""
         return self.criterion.guessing(outputs)
+
+
+def undecided(criterion: Criterion) -> Criterion:
+    """The criterion of a model that knows nothing, where there is such a thing: for a loss of classes."""
+    return criterion if criterion.guessing(2) is None else Undecided(criterion)
 
 
 def make_criterion(criterion: object, targets: Tensor) -> Criterion:

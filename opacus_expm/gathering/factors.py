@@ -29,7 +29,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.clipping import at_outputs, padded
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
-from opacus_expm.gathering.layers import is_matrix
+from opacus_expm.gathering.layers import PositionPairs, is_matrix
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import Block
 
@@ -99,30 +99,52 @@ def factor_sums(
             z = torch.from_numpy(random.standard_normal((*factor.shape[:-2], factor.shape[-1], 1))).to(factor)
             return (factor @ z)[..., 0].to(outputs.dtype)
 
-        for layer, a, b in source.layer_pairs(inputs, probe):
+        for layer, piece, pairs in source.layer_pairs(inputs, probe):
             if layer not in order:
                 continue
             i, block = order[layer], blocks[layer]
-            if block.inputs == 0:
-                a = a[..., :0]
-            if block.bias is not None:
-                a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
-            squares = torch.bmm(b.transpose(1, 2), a).double().square().sum((1, 2))
-            found[:, i] = squares[:count].nan_to_num(0.0, 0.0, 0.0).cpu()
-            for total, values in ((first[i], a), (second[i], b)):
-                unit = _unit(_combined(values, random)[:count].double()).flatten(0, 1)
+            real = slice(0, max(0, count - (piece.start or 0)))
+            traces_of = _squares(block, pairs.inputs, pairs.outputs)[real]
+            found[piece, i] = traces_of.nan_to_num(0.0, 0.0, 0.0).cpu()
+            for total, values in (
+                (first[i], _inputs(block, pairs, random)),
+                (second[i], _combined(pairs.outputs, random)[0]),
+            ):
+                unit = _unit(values[real].double()).flatten(0, 1)
                 total += (unit.T @ unit).cpu()
         traces.append(found)
     return FactorSums(first, second, torch.cat(traces))
 
 
-def _combined(values: Tensor, random: np.random.Generator) -> Tensor:
-    """Many positions as a few sums of all of them with random signs, whose second moments are the same in the mean."""
+def _squares(block: Block, a: Tensor, b: Tensor) -> Tensor:
+    """|bᵀ[a 1]|² of every record, or of the parts of it that are trainable."""
+    found = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+    if block.inputs:
+        found += torch.linalg.vector_norm(torch.bmm(b.transpose(1, 2), a), dim=(1, 2), dtype=torch.float64).square()
+    if block.bias is not None:
+        found += b.sum(1).double().square().sum(1)
+    return found
+
+
+def _inputs(block: Block, pairs: PositionPairs, random: np.random.Generator) -> Tensor:
+    """What a layer gets, with a constant 1 for the bias, as a few combinations of positions in the order of the weight."""
+    a, ones = _combined(pairs.inputs, random)
+    a = pairs.ordered(a) if block.inputs else a[..., :0]
+    return a if block.bias is None else torch.cat([a, ones], dim=-1)
+
+
+def _combined(values: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Many positions as a few sums of all of them with random signs, whose second moments are the same in the mean.
+
+    Returns:
+        The sums, and what the same sums make of a constant 1 at every position.
+    """
     records, places, _ = values.shape
     if places <= _COMBINATIONS:
-        return values
+        return values, values.new_ones(records, places, 1)
     signs = random.integers(0, 2, (records, _COMBINATIONS, places), dtype=np.int8) * 2 - 1
-    return torch.bmm(torch.from_numpy(signs).to(values), values)
+    combinations = torch.from_numpy(signs).to(values)
+    return torch.bmm(combinations, values), combinations.sum(2, keepdim=True)
 
 
 def _unit(values: Tensor) -> Tensor:

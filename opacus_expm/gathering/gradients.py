@@ -25,6 +25,7 @@ from opacus_expm._private import PrivateValues
 from opacus_expm.subspaces.metric import Block
 
 _ROUNDING = 1e-12  # of a squared norm whose terms may cancel
+_ELEMENTS = 2**18  # in float64 at a time, which stay in cache
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,18 +53,110 @@ class Factored(PrivateValues):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Formed(PrivateValues):
+    """Gradients of one layer in the metric, as matrices (B, outputs, width); private.
+
+    They take the place of factors where a layer has more positions than its matrix is wide, as convolutions do.
+    """
+
+    block: Block
+    matrices: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record."""
+        norms: Tensor = torch.linalg.vector_norm(self.matrices, dim=(1, 2), dtype=torch.float64)
+        return norms.square()
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        self.block.add(total, weighted(self.matrices.flatten(1), weights).view(self.matrices.shape[1:]))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LookedUp(PrivateValues):
+    """Gradients of a table (count, d) in which row ``index[i, t]`` has ``values[i, t]``, equal indices added up; private.
+
+    The table, which may be most of a model, is made for no record: |G|² = Σ v_t·v_s over pairs with equal indices.
+
+    Attributes:
+        start: its place in R^p, where the map is the identity.
+        count: its rows.
+        index: (B, positions).
+        values: (B, positions, d).
+    """
+
+    start: int
+    count: int
+    index: Tensor
+    values: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record, rounded up."""
+        v = self.values.double()
+        same = self.index[:, :, None] == self.index[:, None, :]
+        found = (torch.bmm(v, v.transpose(1, 2)) * same).sum((1, 2)).clamp(min=0)
+        sizes: Tensor = torch.linalg.vector_norm(v, dim=2)
+        return found + _ROUNDING * sizes.sum(1).square()
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        kept = torch.where(weights[:, None, None] != 0, self.values.double() * weights[:, None, None], 0.0)
+        width = kept.shape[2]
+        table = total[self.start : self.start + self.count * width].view(self.count, width)
+        table.index_add_(0, self.index.flatten(), kept.flatten(0, 1))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Loose(PrivateValues):
+    """Gradients of one layer's parameters side by side (B, …), where the map is the identity; private.
+
+    Attributes:
+        spans: place in R^p and size of each parameter, in the order of the columns.
+        rows: (B, Σ sizes).
+    """
+
+    spans: Sequence[tuple[int, int]]
+    rows: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record."""
+        norms: Tensor = torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float64)
+        return norms.square()
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        parts = torch.split(weighted(self.rows, weights), [size for _, size in self.spans])
+        for (start, size), part in zip(self.spans, parts, strict=True):
+            total[start : start + size] += part
+
+
+Part = Factored | Formed | LookedUp | Loose
+
+
+def weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """Σ_i w_i rows_i in float64; a row without weight may hold anything."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    step = max(1, _ELEMENTS // max(1, rows.shape[1]))
+    for some, own in zip(torch.split(rows, step), torch.split(weights, step), strict=True):
+        total += own @ torch.where(own[:, None] != 0, some, 0.0).double()
+    return total
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class RecordGradients(PrivateValues):
     """The gradients of a batch's records; private.
 
     Attributes:
         count: of the records that are there; what follows them fills the batch up.
-        factored: layers whose factors are kept.
+        batch: of all of them.
+        factored: layers that have no part in ``rows``.
         rows: (B, k) all others; None where there are none.
         size: k.
     """
 
     count: int
-    factored: Sequence[Factored]
+    batch: int
+    factored: Sequence[Part]
     rows: Tensor | None
     size: int
 
@@ -72,20 +165,22 @@ class RecordGradients(PrivateValues):
         """|g| of every record, float64; 0 for one that is not finite."""
         parts = [part.squared_norms().sqrt() for part in self.factored]
         if self.rows is not None:
-            parts.append(torch.linalg.vector_norm(self.rows.double(), dim=1))
+            parts.append(torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float64))
         norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
         norms = norms[: self.count]
         return torch.where(norms.isfinite(), norms, 0.0)
 
-    def summed(self, scales: Callable[[Tensor], Tensor]) -> Tensor:
-        """Σ_i w_i g_i in float64, with weights w from the norms; a record whose norm is 0 here counts nothing."""
+    def add(self, total: Tensor, scales: Callable[[Tensor], Tensor]) -> None:
+        """Add Σ_i w_i g_i to a vector in float64, with weights w from the norms; a record whose norm is 0 counts nothing."""
         weights = torch.where(self.norms > 0, scales(self.norms), 0.0)
-        padding = (self.factored[0].inputs if self.rows is None else self.rows).shape[0] - self.count
-        weights = torch.cat([weights, weights.new_zeros(padding)])
-        total = torch.zeros(self.size, dtype=torch.float64, device=weights.device)
+        weights = torch.cat([weights, weights.new_zeros(self.batch - self.count)])
         if self.rows is not None:
-            kept = torch.where(weights[:, None] != 0, self.rows.double(), 0.0)
-            total += (kept * weights[:, None]).sum(0)
+            total += weighted(self.rows, weights)
         for part in self.factored:
             part.add(total, weights)
+
+    def summed(self, scales: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same, added to nothing."""
+        total = torch.zeros(self.size, dtype=torch.float64, device=self.norms.device)
+        self.add(total, scales)
         return total

@@ -17,6 +17,9 @@ saves work over many rows.
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +33,26 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, jvp
 from torch.utils import _pytree as pytree
 
-from opacus_expm.gathering.gradients import Factored, RecordGradients
+from opacus_expm.gathering.gradients import Factored, Formed, LookedUp, Loose, Part, RecordGradients
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
-from opacus_expm.gathering.layers import RULES, PerSampleGradients, Places, Rule, is_matrix, positions
+from opacus_expm.gathering.layers import (
+    RULES,
+    Convolution,
+    MatrixGradients,
+    PerSampleGradients,
+    Places,
+    PositionPairs,
+    Rule,
+    is_matrix,
+    looked_up,
+    position_pairs,
+    positions,
+    record_pieces,
+)
 from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import MetricMap
 
@@ -152,6 +169,8 @@ class ProjectedGradSampleModule(GradSampleModule):
         """
         named = dict(self._module.named_parameters())
         moving = {name: named[name].detach() for name in directions[0]}
+        # In the order in memory of the parameters, which the layers are fast with.
+        directions = [{name: torch.empty_like(moving[name]).copy_(d[name]) for name in moving} for d in directions]
 
         def run(parameters: dict[str, Tensor]) -> Tensor:
             self._restore()
@@ -207,22 +226,26 @@ class ProjectedGradSampleModule(GradSampleModule):
         projection, batch = self._places.projection, len(outputs)
         by_layer = self._by_layer(calls)
         backprops = torch.autograd.grad(outputs, [c.edge for c in calls], cotangent, allow_unused=True) if calls else ()
-        factored: list[Factored] = []
+        factored: list[Part] = []
+        owners = Counter(p for layer in by_layer for p in layer.parameters(recurse=False))
         rows: Tensor | None = None
         for layer, at in by_layer.items():
             found, activations = [backprops[i] for i in at], [calls[i].activation for i in at]
             if all(b is None for b in found):
                 continue
             self._check_batch(layer, activations, found, batch)
-            if (factors := self._factors(layer, activations, found)) is not None:
-                factored.append(factors)
+            ways = (self._factors, self._formed, functools.partial(self._loose, owners))
+            own = next((part for way in ways if (part := way(layer, activations, found)) is not None), None)
+            if own is not None:
+                factored.append(own)
                 continue
             if rows is None:
                 rows = outputs.new_zeros(batch, projection.width)
             self._rule(layer, activations, 1)(rows, found)
         if rows is None and not factored:
             rows = outputs.new_zeros(batch, projection.width)
-        return RecordGradients(count, factored, None if rows is None else projection.finish(rows), projection.dim)
+        finished = None if rows is None else projection.finish(rows)
+        return RecordGradients(count, batch, factored, finished, projection.dim)
 
     def _factors(
         self, layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]
@@ -233,12 +256,54 @@ class ProjectedGradSampleModule(GradSampleModule):
             return None
         if layer.weight not in starts:
             return None
-        a, b = positions(layer, activations, backprops)
+        a, b = positions(activations, backprops)
         place = starts.get(layer.bias) if layer.bias is not None else None
         if (found := projection.factors(starts[layer.weight], place, a)) is None:
             return None
         block, in_metric, k_b = found
         return Factored(block, in_metric, b @ k_b.to(b))
+
+    def _formed(self, layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]) -> Formed | None:
+        """The layer's gradients as matrices in the metric, where the map is one and the layer is a convolution."""
+        projection, starts = self._places.projection, self._places.starts
+        if not (isinstance(projection, MetricMap) and isinstance(layer, Convolution) and is_matrix(layer)):
+            return None
+        place = (starts.get(layer.weight), None if layer.bias is None else starts.get(layer.bias))
+        for block, (k_a, k_b) in zip(projection.blocks, projection.roots, strict=True):
+            if block.weight is not None and (block.weight, block.bias) == place:
+                gradients = MatrixGradients(layer, activations, backprops, bias=block.bias is not None)
+                matrices = activations[0].new_empty(len(activations[0]), block.outputs, block.width)
+                k_a, k_b = k_a.to(matrices), k_b.to(matrices)
+                for piece in record_pieces(len(matrices), gradients.size):
+                    torch.matmul(k_b, gradients.of(piece) @ k_a, out=matrices[piece])
+                return Formed(block, matrices)
+        return None
+
+    def _loose(
+        self,
+        owners: Counter[nn.Parameter],
+        layer: nn.Module,
+        activations: list[Tensor],
+        backprops: Sequence[Tensor | None],
+    ) -> LookedUp | Loose | None:
+        """The gradients of parameters by themselves, where the map is the identity on them and no other layer has them."""
+        projection, starts = self._places.projection, self._places.starts
+        if type(layer) not in RULES or not isinstance(projection, MetricMap | FullSpace):
+            return None
+        blocks = projection.blocks if isinstance(projection, MetricMap) else ()
+        taken = {place for block in blocks for place in (block.weight, block.bias)}
+        own = [p for p in layer.parameters(recurse=False) if p in starts]
+        if any(owners[p] > 1 or starts[p] in taken for p in own):
+            return None
+        if isinstance(layer, nn.Embedding):
+            index, values = looked_up(layer, activations, backprops)
+            return LookedUp(starts[layer.weight], layer.num_embeddings, index, values) if own else None
+        offsets = itertools.accumulate((p.numel() for p in own), initial=0)
+        size = sum(p.numel() for p in own)
+        places = Places(dict(zip(own, offsets, strict=False)), FullSpace(size))
+        rows = activations[0].new_zeros(len(activations[0]), size)
+        self._rule(layer, activations, 1, places)(rows, backprops)
+        return Loose([(starts[p], p.numel()) for p in own], rows)
 
     def _by_layer(self, calls: list[_Call]) -> dict[nn.Module, list[int]]:
         """The calls of each layer, by number; refuses inputs that were changed."""
@@ -273,8 +338,10 @@ class ProjectedGradSampleModule(GradSampleModule):
 
     def layer_pairs(
         self, inputs: Any, cotangent: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    ) -> Iterator[tuple[nn.Module, slice, PositionPairs]]:
         """Of each layer that is a matrix: what it gets and the gradients at its outputs, for one cotangent of the outputs.
+
+        A few records at a time, which the slice names.
 
         Args:
             inputs: a batch.
@@ -293,8 +360,9 @@ class ProjectedGradSampleModule(GradSampleModule):
             at = [i for i, c in enumerate(matrices) if c.layer is layer]
             found = [backprops[i] for i in at]
             if any(b is not None for b in found):
-                a, b = positions(layer, [matrices[i].activation for i in at], found)
-                yield layer, a, b
+                yield from (
+                    (layer, *pair) for pair in position_pairs(layer, [matrices[i].activation for i in at], found)
+                )
 
     def _check_batch(
         self, layer: nn.Module, activations: Sequence[Tensor], backprops: Sequence[Tensor | None], batch: int
@@ -303,17 +371,18 @@ class ProjectedGradSampleModule(GradSampleModule):
         if {t.shape[0] for t in (*activations, *backprops) if t is not None} != {batch}:
             raise HooksCannotServe(f"layer {self._name(layer)} does not have the batch as its first dimension")
 
-    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int) -> Rule:
-        """What turns the output gradients of a layer's calls into projected per-sample gradients."""
+    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int, places: Places | None = None) -> Rule:
+        """What turns the output gradients of a layer's calls into projected per-sample gradients, at places of their own."""
+        places = self._places if places is None else places
         if type(layer) in RULES:
-            return RULES[type(layer)](layer, activations, self._places, rows)
+            return RULES[type(layer)](layer, activations, places, rows)
         function = self.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
 
         def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
             found: PerSampleGradients = function(layer, [activations[number][piece]], backprop)
             return found
 
-        return self._places.rule(layer, gradients)
+        return places.rule(layer, gradients)
 
 
 def hooks_for(
@@ -345,6 +414,7 @@ def hooks_for(
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
         if own and type(layer) not in RULES and any(True for _ in layer.buffers()):
             raise HooksCannotServe(f"layer {name!r} ({type(layer).__name__}) has buffers, which Opacus's hooks refuse")
+    _channels_last(module, example)
     branches = may_branch(outputs_alone(module), example)
     restore()
     hooked = ProjectedGradSampleModule(module, layout, projection, restore=restore)
@@ -363,6 +433,28 @@ def hooks_for(
         hooked.cleanup()
         raise
     return hooked
+
+
+def _channels_last(module: nn.Module, example: Any) -> None:
+    """Let trainable convolutions of images keep channels innermost in memory, where the model runs so: it is much faster.
+
+    A model that asks for another order (``x.view(len(x), -1)`` does) keeps its own. Frozen weights are those of the user's
+    module, and stay as they are.
+    """
+    weights = [m.weight for m in module.modules() if isinstance(m, nn.Conv2d) and m.weight.requires_grad]
+    before = [w.data for w in weights]
+    for weight in weights:
+        weight.data = weight.data.clone(memory_format=torch.channels_last)
+    try:
+        if weights:
+            with torch.enable_grad():
+                outputs = outputs_of(call(module, synthetic_batch(example, 2, seed=0)))
+            torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
+    except Exception as error:  # if the model does not run at all, whoever runs it says so
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+        if ran_out_of_memory(error):
+            raise
 
 
 def _probe(

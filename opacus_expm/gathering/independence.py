@@ -131,6 +131,18 @@ def together(records: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(joined, pytree.tree_structure(records[0]))
 
 
+@torch.no_grad()
+def synthetic_outputs(run: Callable[[Any], Tensor], example: Any) -> Tensor | None:
+    """Outputs for two synthetic records, which are public; None where the model cannot be run on them."""
+    probes = _Probes(example, RANGES[0])
+    try:
+        return run(together([probes.record("plain", seed) for seed in range(_RECORDS)]))
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        if ran_out_of_memory(error):
+            raise
+        return None
+
+
 def _every_range(example: Any) -> Iterator[_Probes]:
     """Probes for each range of values of floating inputs; integers are bits."""
     tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, Tensor)]

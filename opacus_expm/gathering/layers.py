@@ -15,6 +15,7 @@ next few: memory does not grow with batch × parameters, and what is written is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from opacus_expm.subspaces.base import LinearRows, Projection
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Rule = Callable[[Tensor, Sequence[Tensor | None]], None]  # (row (B, k) to add to, output gradients of the calls)
 _PIECE_ELEMENTS = 2**20  # of per-sample gradients at a time: 4 MiB in float32, within reach of a cache
@@ -44,21 +46,24 @@ class Places:
             if parameter in self.starts:
                 self.projection.add_projected(row, gradient.flatten(1), self.starts[parameter])
 
-    def pieces(self, batch: int, layer: nn.Module) -> Iterator[slice]:
-        """The records of a batch, a few at a time: as many as keep the layer's per-sample gradients small."""
-        size = max((p.numel() for p in layer.parameters(recurse=False) if p in self.starts), default=1)
-        step = max(self.projection.least_records, _PIECE_ELEMENTS // max(size, 1))
-        for start in range(0, batch, step):
-            yield slice(start, start + step)
+    def pieces(self, batch: int, layer: nn.Module, least: int = 1) -> Iterator[slice]:
+        """The records of a batch, a few at a time: as many as keep the layer's per-sample gradients small.
 
-    def rule(self, layer: nn.Module, gradients: Callable[[int, slice, Tensor], PerSampleGradients]) -> Rule:
+        What else a record needs at the same time has ``least`` elements.
+        """
+        size = max((p.numel() for p in layer.parameters(recurse=False) if p in self.starts), default=1)
+        return record_pieces(batch, max(size, least), self.projection.least_records)
+
+    def rule(
+        self, layer: nn.Module, gradients: Callable[[int, slice, Tensor], PerSampleGradients], least: int = 1
+    ) -> Rule:
         """The rule that adds up a layer's calls before projecting once.
 
-        ``gradients`` takes a call's number, some of its records and their output gradients.
+        ``gradients`` takes a call's number, some of its records and their output gradients; for ``least`` see ``pieces``.
         """
 
         def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
-            for piece in self.pieces(len(row), layer):
+            for piece in self.pieces(len(row), layer, least):
                 total: PerSampleGradients = {}
                 for number, backprop in enumerate(backprops):
                     if backprop is None:
@@ -68,6 +73,13 @@ class Places:
                 self.add(row[piece], total)
 
         return apply
+
+
+def record_pieces(batch: int, size: int, least: int = 1) -> Iterator[slice]:
+    """The records of a batch, a few at a time, as many as stay in cache where each has this size; ``least`` at the least."""
+    step = max(least, _PIECE_ELEMENTS // max(size, 1))
+    for start in range(0, batch, step):
+        yield slice(start, start + step)
 
 
 def _linear(layer: nn.Linear, activations: list[Tensor], places: Places, rows: int) -> Rule:
@@ -112,55 +124,144 @@ def _filled(backprops: Sequence[Tensor | None], shapes: Sequence[torch.Size]) ->
     ]
 
 
-def _convolution(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: list[Tensor], places: Places, rows: int
-) -> Rule:
-    """Weight gradient: output gradient (channels × positions) times the input patches, unfolded once."""
-    windows = [_unfolded(layer, x) for x in activations]
+def _convolution(layer: Convolution, activations: list[Tensor], places: Places, rows: int) -> Rule:
+    """Weight gradient: output gradient (channels × positions) times the input patches, unfolded once for several rows."""
+    patches = Patches.of_calls(layer, activations)
+    kept = [one.of(slice(None)) for one in patches] if rows > 1 else None
 
     def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
-        window = windows[number][piece]
-        batch, groups, positions, patch = window.shape
-        d = backprop.reshape(batch * groups, layer.out_channels // groups, positions)
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            product = torch.bmm(d, window.reshape(batch * groups, positions, patch))
-            found[layer.weight] = product.reshape(batch, *layer.weight.shape)
+            window = patches[number].of(piece) if kept is None else kept[number][piece]
+            found[layer.weight] = patches[number].product(window, backprop).reshape(-1, *layer.weight.shape)
         if layer.bias is not None and layer.bias in places.starts:
-            found[layer.bias] = d.sum(2).reshape(batch, layer.out_channels)
+            found[layer.bias] = backprop.flatten(2).sum(2)
         return found
 
-    return places.rule(layer, gradients)
+    return places.rule(layer, gradients, max(one.size for one in patches) if rows == 1 else 1)
 
 
-def _unfolded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """The input patch of every output position: (B, groups, positions, C/groups · kernel)."""
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-    dims = len(layer.kernel_size)
-    for i, (size, stride, dilation) in enumerate(
-        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
+class Patches:
+    """The input patches of a convolution, one for every output position.
+
+    Where the channels are innermost in memory (and there are no groups), they are so in a patch, too: whole runs of it are
+    copied at once then.
+
+    Args:
+        layer: the convolution.
+        inputs: what it gets (B, C, …).
+        channels_last: whether to put the channels innermost in a patch.
+    """
+
+    def __init__(self, layer: Convolution, inputs: Tensor, *, channels_last: bool):
+        self._layer, self._channels_last = layer, channels_last
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        padding = layer._reversed_padding_repeated_twice
+        self._inputs = (
+            F.pad(inputs, padding, mode=mode) if any(padding) else inputs
+        )  # where nothing is added, it copies
+        self.positions = math.prod(
+            (size - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, dilation in zip(
+                self._inputs.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True
+            )
+        )
+
+    @classmethod
+    def of_calls(cls, layer: Convolution, activations: Sequence[Tensor]) -> list[Patches]:
+        """Those of all calls of a layer, in one order."""
+        innermost = layer.groups == 1 and all(x.stride(1) == 1 for x in activations)
+        return [cls(layer, x, channels_last=innermost) for x in activations]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of one record's patches."""
+        return self.positions * self._inputs.shape[1] * math.prod(self._layer.kernel_size)
+
+    def of(self, piece: slice) -> Tensor:
+        """(records, groups, positions, patch), for some of the records."""
+        layer, x = self._layer, self._inputs[piece]
+        dims = len(layer.kernel_size)
+        for i, (size, stride, dilation) in enumerate(
+            zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
+        ):
+            x = x.unfold(i, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        if self._channels_last:  # (B, C, positions…, kernel…) → (B, positions, kernel… C)
+            return x.movedim(1, -1).flatten(1 + dims).flatten(1, dims)[:, None]
+        # (B, groups, C/groups, positions…, kernel…) → (B, groups, positions…, C/groups, kernel…)
+        x = x.reshape(len(x), layer.groups, -1, *x.shape[2:]).movedim(2, 2 + dims)
+        return x.flatten(2 + dims).flatten(2, 1 + dims)
+
+    def product(self, patches: Tensor, backprop: Tensor) -> Tensor:
+        """Output gradients (records, outputs, …) times patches: the weight's gradients (records, outputs, patch)."""
+        batch, groups, positions, patch = patches.shape
+        d = backprop.reshape(batch * groups, -1, positions)
+        return self.ordered(torch.bmm(d, patches.reshape(batch * groups, positions, patch))).reshape(batch, -1, patch)
+
+    def ordered(self, patches: Tensor) -> Tensor:
+        """Patches (…, patch) with the channels outermost, as the weight has them."""
+        if not self._channels_last:
+            return patches
+        kernel = self._layer.kernel_size
+        apart = patches.reshape(*patches.shape[:-1], *kernel, -1)
+        return apart.movedim(-1, -1 - len(kernel)).flatten(-1 - len(kernel))
+
+
+class MatrixGradients:
+    """Per-sample gradients of a convolution as matrices [W b], for some of the records at a time.
+
+    Args:
+        layer: a convolution without groups.
+        activations: inputs of its calls.
+        backprops: the gradients at its outputs; None where an output did not reach the model's.
+        bias: whether the last column is that of the bias.
+    """
+
+    def __init__(
+        self, layer: Convolution, activations: list[Tensor], backprops: Sequence[Tensor | None], *, bias: bool
     ):
-        x = x.unfold(i, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    # (B, groups, C/groups, positions…, kernel…) → (B, groups, positions…, C/groups, kernel…)
-    x = x.reshape(len(x), layer.groups, -1, *x.shape[2:]).movedim(2, 2 + dims)
-    return x.flatten(2 + dims).flatten(2, 1 + dims)
+        pairs = zip(Patches.of_calls(layer, activations), backprops, strict=True)
+        self._calls = [(patches, b.detach()) for patches, b in pairs if b is not None]
+        self._bias = bias
+
+    @property
+    def size(self) -> int:
+        """Elements of what a record needs."""
+        return max(patches.size for patches, _ in self._calls)
+
+    def of(self, piece: slice) -> Tensor:
+        """(records, outputs, width)."""
+        total: Tensor | None = None
+        for patches, backprop in self._calls:
+            d = backprop[piece]
+            g = patches.product(patches.of(piece), d)
+            if self._bias:
+                g = torch.cat([g, d.flatten(2).sum(2)[..., None]], dim=2)
+            total = g if total is None else total + g
+        assert total is not None
+        return total
 
 
 def _embedding(layer: nn.Embedding, activations: list[Tensor], places: Places, rows: int) -> Rule:
-    """The gradient of a table: only rows that were looked up have one, and ``padding_idx`` has none."""
-    index = torch.cat([x.reshape(len(x), -1) for x in activations], dim=1)  # (B, positions)
-    counted = None if layer.padding_idx is None else (index != layer.padding_idx)[..., None]
+    """The gradient of a table: only rows that were looked up have one."""
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         if layer.weight not in places.starts:
             return
-        filled = _filled(backprops, [x.shape for x in activations])
-        d = torch.cat([b.reshape(len(b), -1, b.shape[-1]) for b in filled], dim=1)
-        d = d if counted is None else d * counted
+        index, d = looked_up(layer, activations, backprops)
         places.projection.add_looked_up(row, d, index, layer.num_embeddings, places.starts[layer.weight])
 
     return apply
+
+
+def looked_up(
+    layer: nn.Embedding, activations: list[Tensor], backprops: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Which rows of a table were looked up (B, positions), and their gradients; ``padding_idx`` has none."""
+    index = torch.cat([x.reshape(len(x), -1) for x in activations], dim=1)
+    filled = _filled(backprops, [x.shape for x in activations])
+    d = torch.cat([b.reshape(len(b), -1, b.shape[-1]) for b in filled], dim=1)
+    return index, d if layer.padding_idx is None else d * (index != layer.padding_idx)[..., None]
 
 
 def _batch_norm(layer: BatchNorm, activations: list[Tensor], places: Places, rows: int) -> Rule:
@@ -211,23 +312,47 @@ def _affine(
 
 def is_matrix(layer: nn.Module) -> bool:
     """Whether a layer is a matrix that acts on its inputs at every position: what a Kronecker factor is for."""
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if isinstance(layer, Convolution):
         return layer.groups == 1 and type(layer) in RULES
     return type(layer) in (nn.Linear, RNNLinear)
 
 
-def positions(layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """What such a layer gets, and the gradients at its outputs: (B, positions, inputs) and (B, positions, outputs)."""
-    if isinstance(layer, nn.Linear):
-        return _positions(activations), _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    windows = [_unfolded(layer, x)[:, 0] for x in activations]
-    found = []
-    for window, backprop in zip(windows, backprops, strict=True):
-        shape = (window.shape[0], layer.out_channels, window.shape[1])
-        d = window.new_zeros(shape) if backprop is None else backprop.detach().reshape(shape)
-        found.append(d.transpose(1, 2))
-    return torch.cat(windows, dim=1), torch.cat(found, dim=1)
+def positions(activations: list[Tensor], backprops: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """What a linear layer gets, and the gradients at its outputs: (B, positions, inputs) and (B, positions, outputs)."""
+    return _positions(activations), _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PositionPairs:
+    """What a layer that is a matrix gets of some records, and the gradients at its outputs; private.
+
+    Attributes:
+        inputs: (B, positions, inputs), in an order of their own.
+        outputs: (B, positions, outputs).
+        ordered: puts the last dimension of ``inputs``, or of sums of them, in the order of the weight.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    ordered: Callable[[Tensor], Tensor]
+
+
+def position_pairs(
+    layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]
+) -> Iterator[tuple[slice, PositionPairs]]:
+    """What such a layer gets, and the gradients at its outputs, for a few records at a time where it is a convolution."""
+    if not isinstance(layer, Convolution):
+        yield slice(None), PositionPairs(*positions(activations, backprops), lambda values: values)
+        return
+    patches = Patches.of_calls(layer, activations)
+    shapes = [(len(x), layer.out_channels, one.positions) for x, one in zip(activations, patches, strict=True)]
+    d = [
+        activations[0].new_zeros(shape) if b is None else b.detach().reshape(shape)
+        for b, shape in zip(backprops, shapes, strict=True)
+    ]
+    for piece in record_pieces(len(activations[0]), max(one.size for one in patches)):
+        inputs = torch.cat([one.of(piece)[:, 0] for one in patches], dim=1)
+        yield piece, PositionPairs(inputs, torch.cat([b[piece] for b in d], dim=2).transpose(1, 2), patches[0].ordered)
 
 
 RULES: dict[type[nn.Module], Callable[..., Rule]] = {

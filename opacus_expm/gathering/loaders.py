@@ -54,9 +54,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
-from tqdm.auto import tqdm
 
 from opacus_expm import _check
+from opacus_expm._bars import bar
 from opacus_expm.gathering import records
 from opacus_expm.gathering.collating import PLAIN, Alone
 from opacus_expm.gathering.model import cast_inputs, take
@@ -222,18 +222,18 @@ def part_of(
     return like(loader, Subset(loader.dataset, indices[rank::ranks][start:]), None, collate_fn=loader.collate_fn)
 
 
-def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]:
+def each_alone(loader: DataLoader[Any], name: str = "loader", batch: int = 0) -> DataLoader[Any]:
     """A plain loader over the records of a checked one, whose rows depend on their own record alone.
 
-    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length
-    changes; it fetches and collates one record at a time (``collating.Alone``). Its workers end with it.
+    It is torch's own, whatever the loader's class; it visits a fixed range of indices, even if the data set's length grows;
+    it fetches and collates one record at a time (``collating.Alone``). Its workers end with it; ``batch`` is as in ``like``.
     """
     # A loader of one whole batch is that of a training loop, and its batch came out of a loader like the one made here.
     if loader.batch_sampler is None or _whole_batches(loader):
         return loader
     collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
     if isinstance(loader.dataset, IterableDataset):
-        return like(loader, loader.dataset, None, collate_fn=collate)
+        return like(loader, loader.dataset, None, collate_fn=collate, batch=batch)
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler = loader.batch_sampler.sampler
     size = len(loader.dataset)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader") -> DataLoader[Any]
     elif type(sampler) is SubsetRandomSampler:
         order = SubsetRandomSampler([int(i) for i in sampler.indices], generator=sampler.generator)
     dataset = _OneAtATime(loader.dataset) if _fetches_batches(loader.dataset) else loader.dataset
-    return like(loader, dataset, order, collate_fn=collate)
+    return like(loader, dataset, order, collate_fn=collate, batch=batch)
 
 
 def like(
@@ -467,7 +467,7 @@ def batches(
         dtype: the statistics' floating type.
         max_physical_batch_size: largest number of records at a time; None leaves batches whole.
         progress: True or False shows or hides a bar, with records per second and the time left; None shows it on a terminal
-            only.
+            and in a notebook.
         name: the argument's name, for messages.
 
     Raises:
@@ -478,20 +478,19 @@ def batches(
         _check.positive_int("max_physical_batch_size", max_physical_batch_size)
     plain = each_alone(loader, name)
     expected = dataset_size(plain)
-    disable = None if progress is None else not progress
     seen = 0
     # The bar counts whole batches' worth of records: public where len(dataset) is, and no bar is shown for unsized data.
     full = batch_size(loader) or 1
     total = None if expected is None else len(plain) * full
-    hidden = True if expected is None else disable
-    with tqdm(desc=name, total=total, unit="record", unit_scale=True, disable=hidden, leave=False) as bar:
+    shown = False if expected is None else progress
+    with bar(shown, desc=name, total=total, unit="record", unit_scale=True, leave=False) as counted:
         for batch in plain:
             inputs, targets = split_batch(batch, name)
             if plain is not loader:
                 _check_constants(inputs, name)
             seen += targets.shape[0]
             yield from pieces_of(inputs, targets, max_physical_batch_size, device, dtype)
-            bar.update(full)
+            counted.update(full)
     if seen == 0:
         raise ValueError(f"{name} is empty: it yielded no record")
     if expected is not None and seen != expected:

@@ -30,7 +30,7 @@ class Measurement:
         views: of each record, whose mean is taken (see ``gathering.views``).
         nominal_size: N, or None for the data set's size.
         max_physical_batch_size: records at a time; None takes the loader's batches.
-        progress: show a bar; None shows it on a terminal.
+        progress: show a bar; None shows it on a terminal and in a notebook.
     """
 
     subspace: Subspace

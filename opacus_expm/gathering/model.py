@@ -105,6 +105,14 @@ def check_module(module: object) -> nn.Module:
             "model has no trainable parameter (requires_grad=True), so there is nothing to fine-tune; "
             "call requires_grad_(True) on the parameters that may move"
         )
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) and any(p.requires_grad for p in layer.parameters()):
+            where = f"layer {name!r} of model" if name else "model"
+            raise ValueError(
+                f"{where} comes from torch.jit.script or torch.jit.trace, which hides the layers that gradients of single "
+                "records need; pass the module as it was before, and script or trace the released one, or freeze its "
+                "parameters with requires_grad_(False)"
+            )
     for name, p in trainable:
         if not p.is_floating_point():
             raise ValueError(f"model parameter {name!r} has dtype {p.dtype}; only real floating types can move")

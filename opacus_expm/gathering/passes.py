@@ -31,10 +31,11 @@ from opacus_expm.gathering.clipping import (
     record_gradients,
     record_quadratics,
 )
-from opacus_expm.gathering.criteria import Criterion, Softened, description, make_criterion
+from opacus_expm.gathering.criteria import Criterion, description, make_criterion, undecided
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
+from opacus_expm.gathering.independence import synthetic_outputs
 from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
@@ -49,6 +50,7 @@ from opacus_expm.gathering.model import (
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
+from opacus_expm.gathering.threads import Threads, operations
 from opacus_expm.gathering.views import EachView, check_each_alone, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
@@ -93,6 +95,7 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
         self._criterion: Criterion | None = None
+        self._threads = Threads()
 
     def within(self, subspace: Subspace) -> Workbench:
         """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
@@ -218,7 +221,7 @@ class Workbench:
         while True:
             size = self.pieces.padded(loader)
             try:
-                with exact_arithmetic(), generators.refreshed():
+                with exact_arithmetic(), generators.refreshed(), self._threads.shared(size):
                     return once()
             except (MemoryError, RuntimeError) as error:
                 if not ran_out_of_memory(error):
@@ -265,6 +268,8 @@ class Workbench:
         if views is not None:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
+        self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
+        self._threads.learn(operations(self._working, example))
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
@@ -275,13 +280,13 @@ class Workbench:
         return itertools.starmap(functools.partial(with_own_views, views, self._generators), stream)
 
     def quadratics(
-        self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, temperature: float = 1.0
+        self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, naive: bool = False
     ) -> RecordQuadratics:
         """The quadratics of the records in a piece of a batch."""
         source, loss = self.prepared
         return record_quadratics(
             source,
-            loss if temperature == 1 else Softened(loss, temperature),
+            undecided(loss) if naive else loss,
             inputs,
             targets,
             curvature=curvature,
@@ -309,12 +314,12 @@ class Workbench:
         return self._ready
 
     def _records(
-        self, loader: DataLoader[Any], name: str, curvature: bool, temperature: float = 1.0
+        self, loader: DataLoader[Any], name: str, curvature: bool, naive: bool = False
     ) -> Iterator[RecordQuadratics]:
         """The quadratics of all records, batch after batch."""
         pad_to = self.pieces.padded(loader)
         for inputs, targets in self.begin(loader, name):
-            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, temperature=temperature)
+            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, naive=naive)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
@@ -446,14 +451,9 @@ class PublicRecords:
         """Records for a model. A few are processed at a time, because their rows are long; views play no part."""
         return cls(full_space(model, measurement), public_loader)
 
-    @property
-    def layout(self) -> Layout:
-        """Where each parameter is in the vector of all of them."""
-        return self.bench.layout
-
-    def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """Rows of the Gauss-Newton factors, for a few records at a time."""
-        for records in self.bench._records(self.public_loader, "public_loader", True, temperature):
+    def curvature_rows(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows of the Gauss-Newton factors, as if the model knew nothing, for a few records at a time."""
+        for records in self.bench._records(self.public_loader, "public_loader", True, naive=True):
             assert records.factors is not None
             yield records.factors.flatten(0, 1).to(self.bench.dtype), len(records.gradients)
 

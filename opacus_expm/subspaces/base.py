@@ -16,16 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from opacus_expm import _check
-from opacus_expm.subspaces.layout import Layout
-
-Array = npt.NDArray[np.float64]
-
 
 LinearRows = Callable[[Tensor, Tensor], None]  # (out (B, width), output gradients (B, positions, out))
 
@@ -87,19 +81,12 @@ class Projection(Protocol):
     def lift(self, coordinates: Tensor) -> Tensor:
         """Aξ ∈ R^p for coordinates ξ ∈ R^k."""
 
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """The draw ξ with known noise of this variance taken out (see ``subspaces.shrinkage``)."""
-
 
 class PublicRows(Protocol):
     """Rows of the Gauss-Newton factors of public records, over all parameters."""
 
-    @property
-    def layout(self) -> Layout:
-        """Where each parameter is in the vector of all of them."""
-
-    def curvature_rows(self, temperature: float) -> Iterator[tuple[Tensor, int]]:
-        """Rows (N, p) and the number of their records, for a few records at a time, at the given temperature."""
+    def curvature_rows(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows (N, p) and the number of their records, for a few records at a time, as if the model knew nothing."""
 
 
 class Subspace(Protocol):
@@ -112,10 +99,6 @@ class Subspace(Protocol):
     @property
     def seed(self) -> int | None:
         """Public seed of the first round (round t adds t), or None to draw one afresh."""
-
-    @property
-    def denoise(self) -> bool:
-        """Whether known noise is taken out of every draw (see ``subspaces.shrinkage``)."""
 
     @property
     def needs_public_data(self) -> bool:
@@ -152,12 +135,10 @@ def check_dim(dim: int, size: int) -> None:
         )
 
 
-def check_recipe(seed: int | None, denoise: bool) -> None:
-    """Raise unless the seed is a seed or None, and ``denoise`` is True or False."""
+def check_seed(seed: int | None) -> None:
+    """Raise unless it is a seed or None."""
     if seed is not None:
         _check.seed("seed", seed)
-    if not isinstance(denoise, bool):
-        raise TypeError(f"denoise must be True or False, got {denoise!r}")
 
 
 def table(values: Tensor, index: Tensor, count: int) -> Tensor:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces import shrinkage
-from opacus_expm.subspaces.base import Array, table
-from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.base import table
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,3 @@ class FullSpace:
     def lift(self, coordinates: Tensor) -> Tensor:
         """The coordinates themselves."""
         return coordinates
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Shrink the draw in groups, one for each output of a layer."""
-        return shrinkage.by_outputs(coordinates, variance, layout)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from opacus_expm import _check
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,3 @@ class Layout:
         """Name, shape and place of every parameter."""
         for name, shape, start in zip(self.names, self.shapes, self.offsets, strict=True):
             yield name, shape, slice(start, start + math.prod(shape))
-
-    def spread(self, argument: str, values: Mapping[str, float]) -> Tensor:
-        """Positive numbers by parameter name, one for each coordinate (p,); 1 where none is given.
-
-        Raises:
-            TypeError, ValueError: no such numbers, or names of no trainable parameter.
-        """
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"{argument} must be a mapping from names of parameters to numbers, got {type(values).__name__}"
-            )
-        unknown = [name for name in values if name not in self.names]
-        if unknown:
-            raise ValueError(
-                f"{argument} names {unknown[0]!r}, which is no trainable parameter of the model; it has "
-                f"{', '.join(self.names)}"
-            )
-        found = torch.ones(self.size, dtype=torch.float64)
-        for name, _, place in self.slices():
-            found[place] = _check.positive(f"{argument}[{name!r}]", values.get(name, 1.0))
-        return found

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Array, Projection, PublicRows, table
-from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.base import Projection, PublicRows, table
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Metric:
     blocks: tuple[Block, ...]
     roots: tuple[tuple[Tensor, Tensor], ...] = field(repr=False)
     seed: int | None = None
-    denoise: bool = field(default=False, init=False, repr=False)
     kind: str = field(default="metric", init=False, repr=False)
     needs_public_data: bool = field(default=False, init=False, repr=False)
     private_curvature: bool = field(default=False, init=False, repr=False)
@@ -175,7 +173,3 @@ class MetricMap:
         for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
             block.put(found, k_b.to(coordinates) @ (block.matrix(coordinates) @ k_a.to(coordinates)))
         return found
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Nothing is taken out."""
-        return coordinates

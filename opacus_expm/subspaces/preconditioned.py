@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor
 
 from opacus_expm import _check
-from opacus_expm.subspaces import shrinkage
-from opacus_expm.subspaces.base import Array, Projection, PublicRows, check_dim, check_recipe, table
-from opacus_expm.subspaces.layout import Layout
+from opacus_expm.subspaces.base import Projection, PublicRows, check_dim, check_seed, table
 from opacus_expm.subspaces.sparse import Sparse
 from opacus_expm.subspaces.stiefel import Columns
 
 PUBLIC_RANK = 400  # eigenpairs of the public curvature
 PUBLIC_BYTES = 2**28  # of full-space rows from which public curvature is computed
 _OVERSAMPLING = 20  # vectors beyond the rank in the randomised decomposition
-_LEAST_DAMPING = 1e-6  # of the largest eigenvalue
+DAMPING = 1 / 160  # of the largest eigenvalue
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +27,14 @@ class PublicCurvature:
     Attributes:
         eigenvalues: h, descending (rank,).
         vectors: V, orthonormal columns (p, rank).
-        scales: D, units of the parameters (p,) in which the matrix is taken, which is then DHD; None for H itself.
     """
 
     eigenvalues: Tensor = field(repr=False)
     vectors: Tensor = field(repr=False)
-    scales: Tensor | None = field(default=None, repr=False)
 
     def tensors(self) -> dict[str, Tensor]:
         """All its tensors, by name."""
-        found = {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
-        return found if self.scales is None else {**found, "scales": self.scales}
+        return {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
 
     @classmethod
     def of_rows(cls, rows: Tensor, records: int, rank: int, seed: int) -> PublicCurvature:
@@ -65,38 +59,19 @@ class Preconditioned:
 
     Args:
         rank: eigenpairs of the public curvature.
-        damping: h₀; None takes the least of the computed eigenvalues, so that beyond them and along them the curvature is
-            the same, but no less than 10⁻⁶ of the largest.
-        temperature: τ ≥ 1, by which outputs are divided where public curvature is computed. A model is surer of public
-            records than it will be of private ones, so that their curvature is too small; ``math.inf`` measures how the
-            outputs move, whatever the model is sure of. Squared errors do not depend on it.
-        scales: public positive numbers by parameter name, 1 where none is given: units in which parameters are measured,
-            so that those with a larger one move further (see ``subspaces.scales``).
         seed: as in ``Sparse``.
-        denoise: as in ``Sparse``.
         curvature: what was measured on public data, by ``learned``.
     """
 
     rank: int = PUBLIC_RANK
-    damping: float | None = None
-    temperature: float = 1.0
-    scales: Mapping[str, float] | None = None
     seed: int | None = None
-    denoise: bool = False
     curvature: PublicCurvature | None = field(default=None, repr=False)
     kind: str = field(default="preconditioned", init=False, repr=False)
     private_curvature: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_recipe(self.seed, self.denoise)
+        check_seed(self.seed)
         _check.positive_int("rank", self.rank)
-        if self.damping is not None:
-            _check.positive("damping", self.damping)
-        _check.temperature("temperature", self.temperature)
-        if self.scales is not None and not isinstance(self.scales, Mapping):
-            raise TypeError(
-                f"scales must be a mapping from names of parameters to numbers, got {type(self.scales).__name__}"
-            )
 
     @property
     def needs_public_data(self) -> bool:
@@ -107,24 +82,19 @@ class Preconditioned:
         """The recipe with the leading eigenpairs of public curvature. At most 256 MiB of public rows take part."""
         kept: list[Tensor] = []
         records = size = 0
-        units = None if self.scales is None else public.layout.spread("scales", self.scales)
-        for rows, count in public.curvature_rows(self.temperature):
-            if units is not None:
-                units = units.to(rows)
-                rows = rows * units
+        for rows, count in public.curvature_rows():
             if kept and size + rows.nbytes > PUBLIC_BYTES:
                 break
             kept.append(rows)
             records, size = records + count, size + rows.nbytes
-        found = PublicCurvature.of_rows(torch.cat(kept), records, self.rank, seed=0)
-        return replace(self, curvature=replace(found, scales=units))
+        return replace(self, curvature=PublicCurvature.of_rows(torch.cat(kept), records, self.rank, seed=0))
 
     def seeded(self, seed: int) -> Preconditioned:
         """The recipe with this seed."""
         return replace(self, seed=seed)
 
     def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
-        """The map, of parameters in the units of the curvature."""
+        """The map for so many parameters and dimensions."""
         if self.curvature is None:
             raise ValueError("projection='preconditioned' needs public curvature: pass public_loader=")
         if dim is not None:
@@ -141,34 +111,22 @@ class Preconditioned:
         else:
             base = Sparse(self.seed).build(size, dim, device, dtype)
         values = self.curvature.eigenvalues.clamp(min=0)
-        # An eigenvalue that is nothing but rounding would make a metric of nothing but rounding.
-        damping = max(float(values[-1]), _LEAST_DAMPING * float(values[0])) if self.damping is None else self.damping
+        damping = DAMPING * float(values[0])
         if damping <= 0:
-            raise ValueError("damping must be given: public_loader's records have no curvature")
-        built = PreconditionedMap.through(base, vectors, values.to(device, dtype), damping)
-        scales = self.curvature.scales
-        return built if scales is None else Scaled(built, scales.to(device, dtype))
+            raise ValueError("public_loader's records have no curvature: use projection='sparse'")
+        return PreconditionedMap.through(base, vectors, values.to(device, dtype), damping)
 
     def to_dict(self) -> dict[str, Any]:
         """Tensors and plain values."""
-        found = {
-            "kind": self.kind,
-            "rank": self.rank,
-            "damping": self.damping,
-            "temperature": None if self.temperature == math.inf else self.temperature,
-            "scales": None if self.scales is None else dict(self.scales),
-            "seed": self.seed,
-            "denoise": self.denoise,
-        }
         tensors = {} if self.curvature is None else self.curvature.tensors()
-        return {**found, "curvature": {name: tensor.cpu() for name, tensor in tensors.items()}}
+        curvature = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return {"kind": self.kind, "rank": self.rank, "seed": self.seed, "curvature": curvature}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preconditioned:
         """The inverse of ``to_dict``."""
         facts = {name: value for name, value in content.items() if name != "kind"}
-        temperature = math.inf if facts["temperature"] is None else facts["temperature"]
-        return cls(**{**facts, "temperature": temperature, "curvature": PublicCurvature(**facts["curvature"])})
+        return cls(**{**facts, "curvature": PublicCurvature(**facts["curvature"])})
 
 
 @dataclass(frozen=True)
@@ -244,75 +202,3 @@ class PreconditionedMap:
         """The product M(Pξ)."""
         plain = self.base.lift(coordinates).to(self.vectors)
         return plain - self.vectors @ (self.shrinkage * (self.vectors.T @ plain))
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Shrink in bands along the eigenvectors and by outputs across them; in a subspace as the projection P does."""
-        if self.base.kind != "full":
-            return self.base.shrunk(coordinates, variance, layout)
-        return shrinkage.along_and_across(coordinates, variance, layout, self.vectors)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A = D·B: a projection B of parameters measured in units of their own, D = diag(scales) > 0.
-
-    Where one unit of a bias counts for as much as three of a weight, three times as large a step is taken along it, for
-    the same radius and the same bound.
-    """
-
-    inner: Projection
-    scales: Tensor = field(repr=False)
-
-    @property
-    def kind(self) -> str:
-        """The same as that of the projection B."""
-        return self.inner.kind
-
-    @property
-    def seed(self) -> int | None:
-        """The same as that of the projection B."""
-        return self.inner.seed
-
-    @property
-    def size(self) -> int:
-        """The number of parameters, p."""
-        return self.inner.size
-
-    @property
-    def dim(self) -> int:
-        """The same as that of the projection B."""
-        return self.inner.dim
-
-    @property
-    def width(self) -> int:
-        """The same as that of the projection B."""
-        return self.inner.width
-
-    @property
-    def least_records(self) -> int:
-        """The same as that of the projection B."""
-        return self.inner.least_records
-
-    def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
-        """Add Bᵀ(D·rows)."""
-        self.inner.add_projected(out, rows * self.scales[start : start + rows.shape[1]], start)
-
-    def add_looked_up(self, out: Tensor, values: Tensor, index: Tensor, count: int, start: int) -> None:
-        """The same for looked-up rows."""
-        units = self.scales[start : start + count * values.shape[2]].view(count, -1)
-        self.inner.add_looked_up(out, values * units[index], index, count, start)
-
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
-        """There is no faster way."""
-
-    def finish(self, out: Tensor) -> Tensor:
-        """As the projection B does."""
-        return self.inner.finish(out)
-
-    def lift(self, coordinates: Tensor) -> Tensor:
-        """The product D(Bξ)."""
-        return self.scales * self.inner.lift(coordinates).to(self.scales)
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Shrink as the projection B does: the coordinates are those of parameters in their own units."""
-        return self.inner.shrunk(coordinates, variance, layout)

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces import shrinkage
-from opacus_expm.subspaces.base import Array, Projection, PublicRows, check_dim, check_recipe
+from opacus_expm.subspaces.base import Projection, PublicRows, check_dim, check_seed
 from opacus_expm.subspaces.full import FullSpace
-from opacus_expm.subspaces.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,15 @@ class Sparse:
 
     Args:
         seed: public seed (round t adds t); drawn afresh by default, and recorded.
-        denoise: take the known part of the noise out of every draw, at no cost in privacy (``subspaces.shrinkage``).
-            Needs ``max_curvature=0``.
     """
 
     seed: int | None = None
-    denoise: bool = False
     kind: str = field(default="sparse", init=False, repr=False)
     needs_public_data: bool = field(default=False, init=False, repr=False)
     private_curvature: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_recipe(self.seed, self.denoise)
+        check_seed(self.seed)
 
     def learned(self, public: PublicRows) -> Sparse:
         """Nothing is to be learned."""
@@ -52,7 +47,7 @@ class Sparse:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, with the kind."""
-        return {"kind": self.kind, "seed": self.seed, "denoise": self.denoise}
+        return {"kind": self.kind, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,3 @@ class SparseMap:
     def lift(self, coordinates: Tensor) -> Tensor:
         """Copy each bucket's value to its coordinates, signed and scaled."""
         return self.weight * coordinates.to(self.weight)[self.bucket]
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Shrink all coordinates as one group, because none of them is special."""
-        return shrinkage.in_one_group(coordinates, variance)

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces import shrinkage
-from opacus_expm.subspaces.base import Array, LinearRows, Projection, PublicRows, check_dim, check_recipe, table
+from opacus_expm.subspaces.base import LinearRows, Projection, PublicRows, check_dim, check_seed, table
 from opacus_expm.subspaces.full import FullSpace
-from opacus_expm.subspaces.layout import Layout
 
 _DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
 
@@ -25,17 +23,15 @@ class Stiefel:
 
     Args:
         seed: public seed (round t adds t); drawn afresh by default, and recorded.
-        denoise: as in ``Sparse``.
     """
 
     seed: int | None = None
-    denoise: bool = False
     kind: str = field(default="stiefel", init=False, repr=False)
     needs_public_data: bool = field(default=False, init=False, repr=False)
     private_curvature: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_recipe(self.seed, self.denoise)
+        check_seed(self.seed)
 
     def learned(self, public: PublicRows) -> Stiefel:
         """Nothing is to be learned."""
@@ -55,7 +51,7 @@ class Stiefel:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, with the kind."""
-        return {"kind": self.kind, "seed": self.seed, "denoise": self.denoise}
+        return {"kind": self.kind, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Columns:
 
     Attributes:
         matrix: A (p, k).
-        seed: public seed of random columns, None for given ones, whose order then has a meaning.
+        seed: public seed of random columns, None for given ones.
     """
 
     matrix: Tensor = field(repr=False)
@@ -131,9 +127,3 @@ class Columns:
     def lift(self, coordinates: Tensor) -> Tensor:
         """The product Aξ."""
         return self.matrix @ coordinates.to(self.matrix)
-
-    def shrunk(self, coordinates: Array, variance: float, layout: Layout) -> Array:
-        """Shrink random coordinates as one group, and those along given columns in bands, in the order of the columns."""
-        if self.seed is None:
-            return shrinkage.by_bands(coordinates, variance)
-        return shrinkage.in_one_group(coordinates, variance)

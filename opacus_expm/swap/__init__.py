@@ -1,4 +1,4 @@
-"""What an unchanged Opacus training loop needs: stand-ins for its four objects.
+"""What an unchanged Opacus training loop needs: stand-ins for its objects.
 
     for epoch in range(E):
         for x, y in data_loader:            # every record once; or samples
@@ -20,7 +20,8 @@ records, so that no other sample can be chosen in its place, and the loop can go
 |---|---|---|
 | several ``backward()`` for one ``step()`` | accepted: records are added up | an error at the next batch |
 | a loss divided by a number | accepted | accepted |
-| learning rates, schedulers, ``clip_grad_norm_``, optimizer state | harmless: no gradient step is taken | the same |
+| learning rates, schedulers, ``clip_grad_norm_``, ``GradScaler``, optimizer state | harmless | the same |
+| Opacus's ``BatchMemoryManager`` | serves | serves: the step after a batch's last piece is its own |
 | evaluation with ``module.eval()`` and ``torch.no_grad()`` | works as always and is not counted | the same |
 | iterating over ``data_loader`` in evaluation mode | every record once | the same |
 | a batch without ``backward()``, or with two | an error; the epoch is broken off | an error; the sample is lost |
@@ -29,9 +30,12 @@ records, so that no other sample can be chosen in its place, and the loop can go
 | an epoch without a ``step()`` after its last batch | an error at its end | an error at the next batch |
 | parameters changed by the script between epochs | the next round starts there | an error after the first batch |
 | ``backward()`` or ``step()`` after the last round | an error | an error |
-| a loss that the returned criterion did not build | an error in its ``backward()`` | the same |
+| a loss that is not the criterion's | an error in its ``backward()`` | the same |
 
 A sample without records is never given to the script: the loop draws it by itself.
+
+In ghost mode the loop is given a criterion. In hooks mode it has its own, whose call the module's outputs recognise
+(``swap.outputs``).
 
 The module is the user's own object, as the trained module is in Opacus. Whatever the script has bound to it sees the private
 model, its class and the keys of its ``state_dict`` stay the same, and its weights move in place. Until the last round only
@@ -51,6 +55,16 @@ the records themselves, and like the number of records in a sample, they must no
 """
 
 from opacus_expm.swap.epoch import Gathering, Rounds, Samples
-from opacus_expm.swap.stand_ins import Protocol, StandIns, originals, stand_ins, unfinished
+from opacus_expm.swap.equivalent import equivalent_call
+from opacus_expm.swap.stand_ins import Protocol, originals, stand_ins, unfinished
 
-__all__ = ["Gathering", "Protocol", "Rounds", "Samples", "StandIns", "originals", "stand_ins", "unfinished"]
+__all__ = [
+    "Gathering",
+    "Protocol",
+    "Rounds",
+    "Samples",
+    "equivalent_call",
+    "originals",
+    "stand_ins",
+    "unfinished",
+]

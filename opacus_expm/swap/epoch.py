@@ -19,6 +19,7 @@ from opacus_expm.gathering.passes import Pass
 from opacus_expm.gathering.randomness import freshly
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.swap.losses import Ticket
+from opacus_expm.swap.outputs import Outputs
 from opacus_expm.swap.tensors import changed_since, same_records, with_versions
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -77,11 +78,15 @@ class Samples(Rounds, Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Call(PrivateValues):
-    """A call of the module with the present batch: the inputs, their tensors with versions, and the outputs."""
+    """A call of the module with the present batch: the inputs, and the tensors of inputs and outputs with versions."""
 
     inputs: Any
     held: list[tuple[Tensor, int]]
-    outputs: list[Tensor]
+    outputs: list[tuple[Tensor, int]]
+
+    def gave(self, outputs: Tensor) -> bool:
+        """Whether these are the call's outputs, as they were given."""
+        return any(same_records(outputs, t) for t, _ in self.outputs) and not changed_since(self.outputs)
 
 
 class Epoch(PrivateValues):
@@ -137,7 +142,7 @@ class Epoch(PrivateValues):
 
     def remember_call(self, inputs: Any, outputs: list[Tensor]) -> None:
         """Note that the module was called with the present batch."""
-        self._calls.append(_Call(inputs, with_versions(inputs), outputs))
+        self._calls.append(_Call(inputs, with_versions(inputs), with_versions(outputs)))
 
     def ticket(self, outputs: Tensor, targets: Tensor) -> Ticket | str:
         """What a loss of these outputs and targets is built from, or the reason why it cannot be counted."""
@@ -145,7 +150,9 @@ class Epoch(PrivateValues):
             return "backward() without a batch from the returned data_loader."
         if not self._calls:
             return f"backward() for inputs that are not those of the batch from the returned data_loader. {UNCHANGED}."
-        calls = [c for c in self._calls if any(same_records(outputs, t) for t in c.outputs)]
+        if isinstance(outputs, Outputs) and outputs.through is not None:
+            return f"backward() for outputs that went through {outputs.through} before the criterion. {UNCHANGED}."
+        calls = [c for c in self._calls if c.gave(outputs)]
         if not calls:
             return f"backward() for outputs that are not those of the returned module. {UNCHANGED}."
         if not self.unchanged([targets]):

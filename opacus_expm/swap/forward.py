@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.swap.losses import guarded
+from opacus_expm.swap.outputs import LossCall, Outputs
 
 
 class Loop(Protocol):
@@ -25,6 +27,9 @@ class Loop(Protocol):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of the module."""
+
+    def loss(self, outputs: Tensor, targets: Tensor, call: LossCall) -> Tensor:
+        """The loss that the script computes from outputs by itself."""
 
 
 class Forward:
@@ -44,7 +49,7 @@ class Forward:
         if isinstance(earlier, Forward):
             self.plain, self._held = earlier.plain, earlier._held
         self._copy: tuple[nn.Module, Generators] | None = None
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True)
         functools.update_wrapper(self, self.plain)
 
     def install(self) -> None:
@@ -66,7 +71,7 @@ class Forward:
         self._copy = None
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, private: bool) -> Any:
-        """Outputs at the present weights, without a graph; their ``backward`` is refused.
+        """Outputs at the present weights, without a graph; their ``backward`` is refused, and losses are the loop's.
 
         Args:
             args: of the call.
@@ -87,8 +92,14 @@ class Forward:
             else:
                 result = self.plain(*args, **kwargs)
         if torch.is_grad_enabled():
-            result = pytree.tree_map(lambda value: guarded(value, self._anchor), result)
+            result = pytree.tree_map_only(Tensor, self._given, result)
         return result
+
+    def _given(self, value: Tensor) -> Tensor:
+        """An output as the script is given it."""
+        if not value.is_floating_point():
+            return value
+        return Outputs.of(guarded(value, self.anchor), lambda call, o, t: self.loop.loss(o, t, call))
 
     def as_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a call as ``gathering.model.call`` takes them: a tensor, a tuple, or a mapping of names."""
@@ -101,8 +112,11 @@ class Forward:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the loop answer a call of the module."""
-        return self.loop.forward(args, kwargs)
+        """Let the loop answer a call of the module, as it is: what was compiled afterwards would trace into the loop."""
+        answer = self.loop.forward
+        if "torch._dynamo" in sys.modules:  # which takes seconds to load, and is there where something was compiled
+            answer = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]
+        return answer(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)

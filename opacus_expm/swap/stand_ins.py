@@ -1,4 +1,4 @@
-"""The four objects that an Opacus training loop is given in place of its own, and the checks of what came.
+"""The objects that an Opacus training loop is given in place of its own, and the checks of what came.
 
 The module is the user's own object; the optimizer, the criterion and the loader are stand-ins.
 
@@ -24,12 +24,14 @@ from opacus_expm.gathering import loaders
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.model import check_module
 from opacus_expm.swap.epoch import Loss, Rounds
-from opacus_expm.swap.losses import PrivateLoss
+from opacus_expm.swap.memory import serve_memory_manager
+from opacus_expm.swap.outputs import known
 from opacus_expm.swap.training import Training
 
 _WITHOUT_MEANING = {
     "noise_multiplier": "no noise is added to gradients; engine.accountant.releases says what each draw was",
-    "signal_skip_step": "batches are cut by max_physical_batch_size= of make_private_with_epsilon",
+    "signal_skip_step": "the loop knows which step is a batch's last; cut batches with Opacus's BatchMemoryManager, or by "
+    "max_physical_batch_size= of make_private_with_epsilon",
     "attach_step_hook": "the engine charges its own draws",
 }
 
@@ -46,9 +48,7 @@ class StandInCriterion(PrivateValues):
         self.criterion, self._training = criterion, training
         self.reduction = getattr(criterion, "reduction", "mean")
 
-    def __call__(
-        self, input: Tensor, target: Tensor, *, shape: tuple[int, ...] | torch.Size | None = None
-    ) -> PrivateLoss | Tensor:
+    def __call__(self, input: Tensor, target: Tensor, *, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """The loss of a batch.
 
         Args:
@@ -59,6 +59,9 @@ class StandInCriterion(PrivateValues):
         if shape is not None:
             input, target = input.reshape(shape), target.reshape(shape[:-1])
         return self._training.loss(input, target)
+
+    def __repr__(self) -> str:
+        return f"StandInCriterion({_named(self.criterion)}, {self._training!r})"
 
     def to(self, *args: Any, **kwargs: Any) -> StandInCriterion:
         """Move the user's criterion, if it is a module."""
@@ -97,6 +100,10 @@ class StandInOptimizer(PrivateValues, optim.Optimizer):
         self._training.step()
         return result
 
+    def __repr__(self) -> str:
+        own = type(self.original_optimizer).__name__
+        return f"StandInOptimizer({own} in the loop, no gradient steps, {self._training!r})"
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: all parameters with ``requires_grad`` move, and no others."""
         if getattr(self, "_training", None) is not None:
@@ -115,25 +122,31 @@ class StandInLoader(PrivateValues, DataLoader[Any]):
     Args:
         loader: the user's own.
         training: the loop's state.
+        size: the largest number of records that it gives at once; 0 for whole batches.
     """
 
-    def __init__(self, loader: DataLoader[Any], training: Training):
+    def __init__(self, loader: DataLoader[Any], training: Training, size: int = 0):
         self.__dict__.update(vars(loader))
-        self.original_loader, self._training = loader, training
+        self.original_loader, self._training, self._size = loader, training, size
+
+    def in_pieces(self, size: int) -> StandInLoader:
+        """The same batches, with at most ``size`` records at once; the step after a batch's last piece is the batch's."""
+        return StandInLoader(self.original_loader, self._training, _check.positive_int("max_physical_batch_size", size))
+
+    def __repr__(self) -> str:
+        cut = f", at most {self._size} records at once" if self._size else ""
+        return f"StandInLoader({self._training.kind}, at most {len(self)} batches an epoch{cut}, {self._training!r})"
 
     def __iter__(self) -> Any:
-        return self._training.batches()
+        return self._training.batches(self._size)
 
     def __len__(self) -> int:
-        return self._training.length
+        return self._training.length(self._size)
 
     def __getattr__(self, name: str) -> Any:
         if name == "original_loader":
             raise AttributeError(name)
         return getattr(self.original_loader, name)
-
-
-StandIns = tuple[nn.Module, StandInOptimizer, StandInCriterion, StandInLoader]
 
 
 def originals(
@@ -147,6 +160,11 @@ def originals(
     if isinstance(module, AbstractGradSampleModule):
         raise ValueError(
             f"module is a {type(module).__name__}, already prepared by Opacus; pass the module inside it, module._module"
+        )
+    if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+        raise ValueError(
+            "module is a LightningModule, which is tied to its trainer and cannot be copied; keep the network in an "
+            "attribute of it, and pass that"
         )
     module = check_module(module)
     if isinstance(optimizer, StandInOptimizer | DPOptimizer):
@@ -187,8 +205,13 @@ class Protocol:
     grad_sample_mode: str | None
     wrap_model: bool
 
+    @property
+    def ghost(self) -> bool:
+        """Whether the loop is given a criterion, as with Opacus in ghost mode alone."""
+        return self.grad_sample_mode == "ghost"
+
     def checked(self, criterion: Loss, *, sampled: bool) -> str | None:
-        """Refuse what has no meaning here, and translate the gradient mode.
+        """Refuse what has no meaning here, and translate the gradient mode; None is hooks where they can serve.
 
         Args:
             criterion: the loop's.
@@ -225,7 +248,18 @@ class Protocol:
         _check.one_of("clipping", self.clipping, ("flat",))
         if self.grad_sample_mode is not None:
             _check.one_of("grad_sample_mode", self.grad_sample_mode, ("ghost", "hooks", "functorch"))
-        return None if self.grad_sample_mode == "ghost" else self.grad_sample_mode
+        if not self.ghost and known(criterion) is None:
+            raise ValueError(
+                f"criterion is {_named(criterion)}, which is not one call of a loss of torch.nn.functional, so that the "
+                "loop's own loss could not be recognised; pass grad_sample_mode='ghost', and in the loop use the criterion "
+                "that is then returned: module, optimizer, criterion, data_loader = ..."
+            )
+        return "functorch" if self.grad_sample_mode == "functorch" else None
+
+
+def _named(criterion: Loss) -> str:
+    """A criterion by its name."""
+    return getattr(criterion, "__qualname__", None) or type(criterion).__qualname__
 
 
 def unfinished(module: nn.Module) -> Admission | None:
@@ -235,18 +269,23 @@ def unfinished(module: nn.Module) -> Admission | None:
 
 
 def stand_ins(
-    module: nn.Module, optimizer: optim.Optimizer, criterion: Loss, data_loader: DataLoader[Any], rounds: Rounds
-) -> StandIns:
-    """What an Opacus training loop is given in place of the four objects that ``originals`` checked.
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    criterion: Loss,
+    data_loader: DataLoader[Any],
+    rounds: Rounds,
+    *,
+    ghost: bool,
+) -> tuple[Any, ...]:
+    """What an Opacus training loop is given in place of the objects that ``originals`` checked.
 
-    A loop that is never finished costs what it has drawn. A module that is passed again starts a new loop.
+    (module, optimizer, loader), and where ``ghost`` asks for it (module, optimizer, criterion, loader). A loop that is never
+    finished costs what it has drawn. A module that is passed again starts a new loop.
     """
+    serve_memory_manager()
     training = Training(module, criterion, data_loader, rounds)
-    result = (
-        module,
-        StandInOptimizer(optimizer, training),
-        StandInCriterion(criterion, training),
-        StandInLoader(data_loader, training),
-    )
+    own_optimizer, own_loader = StandInOptimizer(optimizer, training), StandInLoader(data_loader, training)
     training.start()
-    return result
+    if ghost:
+        return module, own_optimizer, StandInCriterion(criterion, training), own_loader
+    return module, own_optimizer, own_loader

@@ -20,10 +20,15 @@ from opacus_expm.gathering.passes import Pass
 from opacus_expm.swap.epoch import UNCHANGED, Epoch, Gathering, Loss, Rounds, Samples, known_batches
 from opacus_expm.swap.forward import Forward
 from opacus_expm.swap.losses import PrivateLoss, Ticket
+from opacus_expm.swap.outputs import LossCall, Outputs, known
 from opacus_expm.swap.tensors import changed_since, fingerprint, tensors_of
 
 _AGAIN = "Nothing was released; start the epoch again from its beginning (for ... in data_loader)"
 _LOST = "The sample is lost and counts as one without records; the loop can go on with the next one (for ... in data_loader)"
+_ANOTHER_LOSS = (
+    "backward() for the loss {}, where the engine knows {}, with which it measures and which it counts. Pass the loss of "
+    "the loop to make_private_with_epsilon as criterion=; without it, it is nn.CrossEntropyLoss()."
+)
 
 
 class Training(PrivateValues):
@@ -38,8 +43,9 @@ class Training(PrivateValues):
 
     def __init__(self, module: nn.Module, criterion: Loss, loader: DataLoader[Any], rounds: Rounds):
         self.module, self.rounds = module, rounds
-        self._criterion, self._loader = criterion, loader
+        self._criterion, self._call, self._loader = criterion, known(criterion), loader
         self._plain: DataLoader[Any] | None = None  # made of the loader's parts, and iterated in its place
+        self._size = 0  # of its batches, where it is not the loader's
         self._round: Gathering | None = rounds.begin(module, 0)
         self._begun_at = fingerprint(module)
         self._number = 0
@@ -49,7 +55,12 @@ class Training(PrivateValues):
         self._placed: dict[str, Tensor] | None = None  # the weights of the last draw
         self._epoch: Epoch | None = None
         self._ended: str | None = None
+        self._zeros: list[nn.Parameter] = []  # whose gradients are zeros, for a gradient scaler
         self._forward = Forward(module, self)
+
+    def __repr__(self) -> str:
+        state = "" if self._ended is None else ", ended"
+        return f"Training({self._number} of {self.rounds.count} rounds drawn{state})"
 
     @staticmethod
     def of(module: nn.Module) -> Training | None:
@@ -86,27 +97,33 @@ class Training(PrivateValues):
         return self._samples if training and self._ended is None else None
 
     @property
-    def length(self) -> int:
-        """How many batches an iteration gives, at the most."""
-        samples = self._samples_now
-        return len(self._loader) if samples is None else samples.longest
+    def kind(self) -> str:
+        """What an iteration gives."""
+        return "every record once" if self._samples_now is None else "Poisson samples"
 
-    def batches(self) -> Iterator[Any]:
-        """One epoch: every batch of the loader once, or its samples."""
+    def length(self, size: int = 0) -> int:
+        """How many batches an iteration gives, at the most; in pieces of ``size`` records about as many."""
+        samples, records = self._samples_now, loaders.dataset_size(self._loader)
+        batches = len(self._loader) if samples is None else samples.longest
+        return batches if not size or records is None else max(batches, -(-records // size))
+
+    def batches(self, size: int = 0) -> Iterator[Any]:
+        """One epoch: every batch of the loader once, or its samples; or pieces of them with at most ``size`` records."""
         samples = self._samples_now
         if samples is not None:
-            return self._sampled(samples)
+            return self._sampled(samples, size)
         seen = "It was begun with module.eval() or torch.no_grad(); call module.train() first."
-        return self._whole(Epoch(loaders.dataset_size(self._loader), None if self._samples is None else seen))
+        return self._whole(Epoch(loaders.dataset_size(self._loader), None if self._samples is None else seen), size)
 
-    def _whole(self, epoch: Epoch) -> Iterator[Any]:
+    def _whole(self, epoch: Epoch, size: int) -> Iterator[Any]:
         """Every batch of the loader once."""
         if self._epoch is not None:
             self._leave(self._epoch)
         self._epoch = epoch
         self._forward.forget_copy()
-        if self._plain is None or not self._loader.persistent_workers:
-            self._plain = loaders.each_alone(self._loader, "data_loader")
+        size = min(size, loaders.batch_size(self._loader) or size)
+        if self._plain is None or size != self._size or not self._loader.persistent_workers:
+            self._plain, self._size = loaders.each_alone(self._loader, "data_loader", size), size
         try:
             for batch, tensors, last in known_batches(self._plain):
                 epoch.give(tensors, last)
@@ -121,18 +138,19 @@ class Training(PrivateValues):
             epoch.forget()
             self._leave(epoch)
 
-    def _sampled(self, samples: Samples) -> Iterator[Any]:
+    def _sampled(self, samples: Samples, size: int) -> Iterator[Any]:
         """The samples of one epoch, each of them one batch; a sample without records is drawn here, and not given."""
         self._forward.forget_copy()
         self._settle(samples)
         end = samples.until(self._number) if self._ended is None else 0
         try:
             while self._ended is None and self._number < end:
-                epoch, batch = self._take(samples)
-                if epoch is None:
+                sample = self._take(samples)
+                if sample is None:
                     continue
+                epoch = self._epoch = Epoch(loaders.dataset_size(sample))
                 try:
-                    yield batch
+                    yield from self._pieces(epoch, loaders.each_alone(sample, "data_loader", size))
                 finally:
                     epoch.forget()
                 if self._ended is not None and not epoch.drawn:
@@ -145,6 +163,14 @@ class Training(PrivateValues):
             self._warn_if_left(end)
             raise
 
+    def _pieces(self, epoch: Epoch, sample: DataLoader[Any]) -> Iterator[Any]:
+        """A sample's records, of which the script counts every piece; the last one is followed by the step."""
+        for batch, tensors, last in known_batches(sample):
+            epoch.give(tensors, last)
+            yield batch
+            if epoch.broken is None and not last and epoch.counted < epoch.number:
+                self._fail(epoch, "A batch was left without loss.backward(), but every record has to be counted.")
+
     def _settle(self, samples: Samples) -> None:
         """Draw without its records a sample that was given to the script and lost."""
         if self._given and self._ended is None:
@@ -152,8 +178,8 @@ class Training(PrivateValues):
                 self._epoch.break_off("Another iteration of data_loader was begun.")
             self._move(samples.draw_empty)
 
-    def _take(self, samples: Samples) -> tuple[Epoch | None, Any]:
-        """The next sample, which may be drawn at once because it has no records; the first one opens the run."""
+    def _take(self, samples: Samples) -> DataLoader[Any] | None:
+        """The next sample; None where it has no records and was drawn at once. The first one opens the run."""
         if self._placed is None and fingerprint(self.module) != self._begun_at:
             self._round, self._begun_at = samples.begin(self.module, 0), fingerprint(self.module)
         self._check_placed()
@@ -169,12 +195,9 @@ class Training(PrivateValues):
             self._placed = self._weights()
         if sample is None:
             self._move(samples.draw_empty)
-            return None, None
+            return None
         self._given = True
-        epoch = self._epoch = Epoch(loaders.dataset_size(sample))
-        ((batch, tensors, last),) = known_batches(loaders.each_alone(sample, "data_loader"))
-        epoch.give(tensors, last)
-        return epoch, batch
+        return sample
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights that move, as they are now."""
@@ -244,17 +267,31 @@ class Training(PrivateValues):
             epoch.remember_call(self._forward.as_inputs(args, kwargs), outputs)
         return result
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> PrivateLoss | Tensor:
-        """A private loss, whose ``backward`` counts the batch; an ordinary one where other data is evaluated."""
+    def loss(self, outputs: Tensor, targets: Tensor, call: LossCall | None = None) -> Tensor:
+        """A private loss, whose ``backward`` counts the batch; an ordinary one where other data is evaluated.
+
+        Args:
+            outputs: of the module.
+            targets: what they should be.
+            call: of a loss by which the script computes it; None for the criterion that it was given.
+        """
         epoch = self._epoch or Epoch()
         ticket = epoch.ticket(outputs, targets)
         evaluated = not (torch.is_grad_enabled() and self.module.training)
         if evaluated and not isinstance(ticket, Ticket) and not epoch.gave(targets):
-            return self._criterion(outputs, targets)
-        return PrivateLoss(self.count, ticket)
+            plain = outputs.plain() if isinstance(outputs, Outputs) else outputs
+            return (call or self._criterion)(plain, targets)
+        if call is not None and (self._call is None or not call.same(self._call)):
+            ticket = _ANOTHER_LOSS.format(call, self._call or self._criterion)
+        return PrivateLoss.of(self.count, ticket, self._forward.anchor)
 
-    def count(self, ticket: Ticket | str) -> None:
-        """Add the statistics of a batch. It must be the present one, and not yet counted."""
+    def count(self, ticket: Ticket | str, scaled: bool = False) -> None:
+        """Add the statistics of a batch. It must be the present one, and not yet counted.
+
+        Args:
+            ticket: what the loss was built from.
+            scaled: whether a gradient scaler is going to look for gradients until the next step; it finds zeros.
+        """
         epoch = self._open()
         if not isinstance(ticket, Ticket):
             self._fail(epoch, ticket)
@@ -271,6 +308,9 @@ class Training(PrivateValues):
                 epoch.gathered = self._begin(epoch)
             epoch.gathered.add(ticket.inputs, ticket.targets)
             epoch.counted += 1
+            self._zeros = [p for p in self.module.parameters() if p.requires_grad and p.grad is None] if scaled else []
+            for p in self._zeros:
+                p.grad = torch.zeros_like(p)
         except BaseException:  # an interrupt, too, must not leave a batch half counted, or hooks half attached
             epoch.break_off("An exception was raised in backward().")
             self._round = None
@@ -288,6 +328,8 @@ class Training(PrivateValues):
 
     def step(self) -> None:
         """After the epoch's last batch charge, draw and move the weights; before it, do nothing."""
+        while self._zeros:
+            self._zeros.pop().grad = None
         epoch = self._open()
         if epoch is None or epoch.number == 0:
             self._fail(None, "optimizer.step() without a batch from the returned data_loader.")

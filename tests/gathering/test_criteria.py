@@ -21,8 +21,9 @@ from opacus_expm.gathering.criteria import (
     Criterion,
     CrossEntropy,
     MeanSquaredError,
-    Softened,
+    Undecided,
     make_criterion,
+    undecided,
 )
 
 M, COUNT = 4, 6
@@ -202,21 +203,26 @@ def test_extreme_logits_give_finite_values(criterion: Criterion) -> None:
     assert error(gradient[0], torch.tensor(wanted, dtype=torch.float64)) < 1e-12
 
 
-@pytest.mark.parametrize("temperature", [1.0, 4.0, math.inf])
-def test_softened_curvature_is_that_of_cooler_outputs(temperature: float) -> None:
+def test_undecided_curvature_is_that_of_a_model_that_knows_nothing() -> None:
     outputs, targets = logits(scale=6.0), classes()
-    criterion = Softened(CrossEntropy(), temperature)
-    _, factor = criterion.gradient_and_factor(outputs, targets)
-    for f, target, m in zip(outputs, targets, factor, strict=True):
-        _, hessian = gradient_and_hessian(nn.CrossEntropyLoss(), f / temperature, target)
-        torch.testing.assert_close(m @ m.T, hessian, rtol=0, atol=1e-12)
-    if math.isinf(temperature):
+    criterion = Undecided(CrossEntropy())
+    gradient, factor = criterion.gradient_and_factor(outputs, targets)
+    for g, target, m in zip(gradient, targets, factor, strict=True):
+        expected = gradient_and_hessian(nn.CrossEntropyLoss(), torch.zeros(M, dtype=torch.float64), target)
+        torch.testing.assert_close((g, m @ m.T), expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(m @ m.T, (torch.eye(M) - 1 / M).double() / M, rtol=0, atol=1e-12)
     torch.testing.assert_close(criterion.basis(M), CrossEntropy().basis(M))
 
 
-def test_softening_leaves_squared_errors_as_they_are() -> None:
-    _, factor = Softened(MeanSquaredError(), math.inf).gradient_and_factor(logits(), numbers())
+def test_only_losses_of_classes_have_a_model_that_knows_nothing() -> None:
+    assert isinstance(undecided(CrossEntropy()), Undecided)
+    assert isinstance(undecided(BinaryCrossEntropy()), Undecided)
+    huber = AutodiffCriterion(F.huber_loss)
+    assert undecided(huber) is huber
+
+
+def test_squared_errors_curve_alike_whatever_a_model_knows() -> None:
+    _, factor = Undecided(MeanSquaredError()).gradient_and_factor(logits(), numbers())
     torch.testing.assert_close(factor, MeanSquaredError().gradient_and_factor(logits(), numbers())[1])
 
 
@@ -474,8 +480,8 @@ def test_the_gradient_of_the_values_is_the_gradient(name: str) -> None:
     outputs = logits().requires_grad_()
     (found,) = torch.autograd.grad(criterion.values(outputs, targets).sum(), outputs)
     assert error(found, criterion.gradient_and_factor(outputs.detach(), targets)[0]) < 1e-10
-    softened = Softened(criterion, 3.0).values(outputs.detach(), targets)
-    assert torch.equal(softened, criterion.values(outputs.detach() / 3.0, targets))
+    undecided = Undecided(criterion).values(outputs.detach(), targets)
+    assert torch.equal(undecided, criterion.values(torch.zeros_like(outputs), targets))
 
 
 def test_a_target_that_is_no_class_has_no_loss() -> None:
@@ -494,7 +500,7 @@ def test_a_target_that_is_no_class_has_no_loss() -> None:
         (BinaryCrossEntropy(sum_over_outputs=True), M * math.log(2)),
         (MeanSquaredError(), None),
         (AutodiffCriterion(F.huber_loss), None),
-        (Softened(CrossEntropy(), 5.0), math.log(M)),
+        (Undecided(CrossEntropy()), math.log(M)),
     ],
 )
 def test_the_loss_of_guessing(criterion: Criterion, expected: float | None) -> None:

@@ -101,8 +101,10 @@ def test_sums_with_random_signs_have_the_same_second_moments():
     """Of a record that comes often; sums without signs have others."""
     one = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     many = one.expand(20_000, -1, -1)
-    found = factors._combined(many, np.random.default_rng(0))
+    found, ones = factors._combined(many, np.random.default_rng(0))
     assert found.shape == (20_000, 4, 3)
+    of_ones = factors._combined(torch.ones_like(many), np.random.default_rng(0))[0]
+    assert torch.equal(of_ones[..., :1], ones)
     moments = torch.einsum("bri,brj->ij", found, found) / 80_000
     assert error(moments, one.T @ one) < 0.02
     plain = one.sum(0)

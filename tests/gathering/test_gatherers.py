@@ -76,7 +76,7 @@ def project(module: nn.Module, kind: str, dtype: torch.dtype = torch.float64) ->
         # Of a public curvature of rank 4, the eigenvectors alone, 9 dimensions, or all are used.
         dims = {"preconditioned-leading": 4, "preconditioned": min(9, size), "preconditioned-full": None}
         curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), orthonormal(size, 4, seed=2))
-        return Preconditioned(damping=0.5, seed=1, curvature=curvature).build(size, dims[kind], CPU, dtype)
+        return Preconditioned(seed=1, curvature=curvature).build(size, dims[kind], CPU, dtype)
     return random_map(kind, size, min(7, size), 1, dtype)
 
 

@@ -41,13 +41,39 @@ class Shared(nn.Module):
         return self.first(x) + self.second(x.square())
 
 
+class Table(nn.Module):
+    """Words that come several times in a record, and a norm; the head may be the table itself."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(2, 4, padding_idx=None), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.words((x > 0).long()).sum(1)))
+
+
+def _turned() -> nn.Module:
+    """A convolution with everything that a patch can have, and no bias."""
+    return nn.Conv2d(2, 4, (2, 3), stride=(2, 1), padding=(1, 0), dilation=(1, 1), padding_mode="circular", bias=False)
+
+
 MODELS = {
     "one layer": (lambda: nn.Linear(4, 2), (4,), 1),
     "two layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)), (4,), 2),
     "positions": (Positions, (3, 9), 2),
-    "convolution": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)), (1, 4), 1),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)), (1, 4), 2),
+    "images": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), _turned(), nn.Flatten(), nn.Linear(24, 2)),
+        (1, 5, 5),
+        3,
+    ),
     "a shared bias": (Shared, (4,), 0),
-    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 2),
+    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 3),
+    "a table": (Table, (5,), 3),
+    "a tied table": (lambda: Table(tied=True), (5,), 1),
 }
 
 
@@ -114,7 +140,7 @@ def _largest(part):
     """The largest norm of a clipped gradient as it is added, for a bound of 1."""
     found = []
     for i in range(len(part.inputs)):
-        one = RecordGradients(1, [Factored(part.block, part.inputs[i : i + 1], part.outputs[i : i + 1])], None, 15)
+        one = RecordGradients(1, 1, [Factored(part.block, part.inputs[i : i + 1], part.outputs[i : i + 1])], None, 15)
         found.append(float(one.summed(lambda norms: (1 / norms).clamp(max=1.0)).norm()))
     return max(found)
 

@@ -695,6 +695,7 @@ def loop(dataset, model=None, epochs=2, see=lambda numbers: None, **options):
     model = line() if model is None else model
     seed_everything()
     module, optimizer, criterion, loader = ExpMQuadEngine().make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.MSELoss(),

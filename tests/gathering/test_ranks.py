@@ -155,7 +155,7 @@ def test_public_data_serves_ranks_that_shuffle_it_apart(seen):
     first, second = seen["public"]
     assert torch.equal(first["weights"], second["weights"])
     assert first["ledger"] == second["ledger"]
-    assert first["metric"] == second["metric"]
+    assert first["bound"] == second["bound"]
     for name, tensor in first["curvature"].items():
         assert torch.equal(tensor, second["curvature"][name])
 
@@ -199,10 +199,10 @@ def test_what_differs_or_cannot_be_shared_is_refused_on_every_rank(seen, case):
 def test_what_is_wrong_on_one_rank_alone_fails_on_both(seen):
     """Checked where the others hear of it: else they would wait for that rank's next call, and take it for this one."""
     first, second = (found["one-sided"] for found in seen["mismatches"])
-    assert len(first) == len(second) == 4
+    assert len(first) == len(second) == 3
     for message in first:
         assert message.startswith("RankFailed: rank 1 failed")
-    for message, name in zip(second, ("max_grad_norm", "radius", "epsilon", "damping_share"), strict=True):
+    for message, name in zip(second, ("max_grad_norm", "radius", "epsilon"), strict=True):
         assert re.match(rf"(Type|Value)Error: {name} must be ", message)
 
 

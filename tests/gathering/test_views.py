@@ -9,10 +9,9 @@ from reference import dense, gradient_and_hessian, output_and_jacobian_of_each, 
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import Candidate, ExpMQuadEngine, GradSampling, Stiefel, audit, suggest
+from opacus_expm import ExpMQuadEngine, GradSampling, Stiefel, audit
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.views import EachView, pixel_shifts, with_own_views, with_views
-from opacus_expm.suggestion import default_candidates
 
 RECORDS, FEATURES, OUTPUTS, DIM = 9, 4, 3, 5
 LOSSES = {"cross-entropy": nn.CrossEntropyLoss(), "mse": nn.MSELoss()}
@@ -192,10 +191,11 @@ def test_bounds_are_measured_on_public_views_and_bought_from_private_ones():
     """The bound is a quantile of the norms of means over views, where there are views."""
     model, x, y = problem(records=64)
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
-    options = {"damping_share": 0.1, "criterion": nn.CrossEntropyLoss()}
-    plain, seen = (ExpMQuadEngine().public_metric(model, loader, views=v, **options) for v in (None, three))
-    assert plain["projection"].damping == seen["projection"].damping  # of the records as they are
-    assert plain["max_grad_norm"] != seen["max_grad_norm"]
+    others = DataLoader(TensorDataset(x.clone(), y.clone()), batch_size=16)
+    public = {"criterion": nn.CrossEntropyLoss(), "projection": "preconditioned", "public_loader": others}
+    plain, seen = (ExpMQuadEngine().gather(model, loader, None, views=v, **public) for v in (None, three))
+    assert torch.equal(plain.subspace.curvature.vectors, seen.subspace.curvature.vectors)  # of the records as they are
+    assert plain.sums.max_grad_norm != seen.sums.max_grad_norm
     quiet = {"criterion": nn.CrossEntropyLoss(), "epsilon": 1e4, "projection": Stiefel(seed=0), "max_curvature": 0.0}
     bought = [ExpMQuadEngine().gather(model, loader, DIM, views=v, **quiet).sums.max_grad_norm for v in (None, three)]
     norms = [
@@ -218,6 +218,7 @@ def test_a_training_loop_takes_views():
         return three(inputs)
 
     module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+        grad_sample_mode="ghost",
         module=trained, optimizer=torch.optim.SGD(trained.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=4), target_epsilon=1.0, target_delta=0.0, epochs=1,
         max_grad_norm=1.0, radius=0.1, proj_dim=DIM, views=views,
@@ -271,21 +272,12 @@ def test_what_is_no_function_is_refused_before_public_curvature_is_computed():
             raise AssertionError("the public data was read")
 
     public = DataLoader(Untouchable(x, y), batch_size=4)
-    for call in (
-        lambda engine: engine.public_metric(model, public, damping_share=0.1, views=3),
-        lambda engine: engine.make_private_expm(
-            model,
-            DataLoader(TensorDataset(x, y), batch_size=4),
-            *(1.0, 0.1, None),
-            projection="preconditioned",
-            public_loader=public,
-            views=3,
-        ),
-    ):
-        with pytest.raises(TypeError, match="views must be a function"):
-            call(ExpMQuadEngine())
-    with pytest.raises(AssertionError, match="was read"):
-        ExpMQuadEngine().public_metric(model, public, damping_share=0.1, views=three)
+    engine, private = ExpMQuadEngine(), DataLoader(TensorDataset(x, y), batch_size=4)
+    for views, error, message in ((3, TypeError, "views must be a function"), (three, AssertionError, "was read")):
+        with pytest.raises(error, match=message):
+            engine.make_private_expm(
+                model, private, 1.0, 0.1, None, projection="preconditioned", public_loader=public, views=views
+            )
 
 
 def test_views_have_no_part_in_sequences():
@@ -327,38 +319,3 @@ def test_pixel_shifts():
     assert torch.equal(left[..., :-1], image[..., 1:])
     assert torch.equal(down[..., 0, :], image[..., 0, :])  # the edge, repeated
     assert all(v.shape == (2, 3, 5, 6) for v in pixel_shifts(torch.randn(2, 3, 5, 6)))
-
-
-def test_suggest_rehearses_views_where_they_are_given(monkeypatch):
-    model, x, y = problem(records=60)
-    model = model.float()
-    loader = DataLoader(TensorDataset(x.float(), y), batch_size=20)
-    candidates = [
-        Candidate("preconditioned", None, 1, 0.5, damping_share=0.1, public_rank=8, seen=seen) for seen in (True, False)
-    ]
-    asked = []
-    original = ExpMQuadEngine.make_private_expm
-
-    def spy(self, *arguments, **options):
-        asked.append((options["views"], options["projection"].rank))
-        return original(self, *arguments, **options)
-
-    monkeypatch.setattr(ExpMQuadEngine, "make_private_expm", spy)
-    options = {"criterion": nn.CrossEntropyLoss(), "repeats": 1}
-    found = suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, views=three, **options)
-    assert asked == [(three, 8), (None, 8)]
-    assert found.arguments()["views"] is (three if found.candidate.seen else None)
-    assert found.arguments()["projection"].rank == 8
-    assert str(found).count(", views") == (2 if found.candidate.seen else 1)
-    with pytest.raises(ValueError, match="views must be given"):
-        suggest(model, loader, 1.0, 1e-5, 1000, candidates=candidates, **options)
-
-
-def test_default_candidates_have_views_only_where_there_are_any():
-    few, many = default_candidates(10_000, 1e-5), default_candidates(10_000, 1e-5, views=True)
-    assert [c for c in many if not c.seen] == [c for c in few if not c.scaled]
-    assert [c.scaled for c in many if c.seen] == [True, False]
-    assert not any(c.seen for c in few)
-    assert {c.proj_dim for c in few} == {None, 800}
-    assert all(c.proj_dim is None or c.public_rank == c.proj_dim for c in many)
-    assert [c.proj_dim for c in default_candidates(181, 1e-5, views=True)] == [None] * 7

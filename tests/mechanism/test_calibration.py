@@ -77,9 +77,9 @@ def test_the_papers_calibration_costs_no_more_than_is_charged_whatever_the_bound
 def test_a_draw_by_the_papers_calibration_is_not_charged_by_what_was_bought(adjacency):
     """A cost that followed from the bound that happened to come out would bound nothing where another one comes out."""
     x = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=1000)
     bought, charged = set(), set()
     for seed in range(4):
+        loader = DataLoader(TensorDataset(x, (1 + seed) * x.sum(1, keepdim=True)), batch_size=1000)
         engine = ExpMQuadEngine(adjacency=adjacency, noise_generator=np.random.default_rng(seed))
         statistics = engine.gather(nn.Linear(3, 1), loader, 3, criterion=nn.MSELoss(), epsilon=1.0)
         paper.release(engine.books(), statistics, 1.0, 0.3)

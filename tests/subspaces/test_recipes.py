@@ -1,7 +1,5 @@
 """Recipes by their names, with their seeds, and from a file."""
 
-import math
-
 import pytest
 import torch
 from reference import CPU, dense, orthonormal
@@ -9,12 +7,11 @@ from reference import CPU, dense, orthonormal
 from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, named, read
 from opacus_expm.subspaces.preconditioned import PublicCurvature
 
-CURVATURE = PublicCurvature(torch.tensor([2.0, 1.0]).double(), orthonormal(20, 2), torch.linspace(1, 2, 20).double())
+CURVATURE = PublicCurvature(torch.tensor([2.0, 1.0]).double(), orthonormal(20, 2))
 RECIPES = {
     "sparse": Sparse(4),
-    "denoised": Sparse(4, denoise=True),
     "stiefel": Stiefel(4),
-    "preconditioned": Preconditioned(7, 0.5, math.inf, {"0.bias": 2.0}, 4, curvature=CURVATURE),
+    "preconditioned": Preconditioned(7, 4, CURVATURE),
 }
 
 
@@ -24,7 +21,7 @@ RECIPES = {
 def test_a_name_is_a_recipe_with_its_default_settings(name, kind):
     found = named(name)
     assert type(found) is kind
-    assert (found.kind, found.seed, found.denoise) == (name, None, False)
+    assert (found.kind, found.seed) == (name, None)
     assert found.needs_public_data is (name == "preconditioned")
     assert found.private_curvature is (name != "preconditioned")
     assert named(found) is found
@@ -48,7 +45,6 @@ def test_what_is_no_recipe_is_refused(kind):
     [
         ({"seed": -1}, "seed must be a non-negative integer or None, got -1"),
         ({"seed": 1.0}, "seed must be a non-negative integer or None, got 1.0"),
-        ({"denoise": "yes"}, "denoise must be True or False, got 'yes'"),
     ],
 )
 def test_settings_that_make_no_recipe_are_refused(recipe, settings, message):

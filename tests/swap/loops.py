@@ -74,8 +74,13 @@ def make_loop(engine=None, model=None, loader=None, optimizer=None, seed=0, **ch
         "radius": 0.3,
         "proj_dim": 4,
         "projection": Sparse(seed=5),
+        "grad_sample_mode": "ghost",
     }
-    return Loop(engine, *engine.make_private_with_epsilon(**(options | changes)))
+    options |= changes
+    module, optimizer, *rest = engine.make_private_with_epsilon(**options)
+    *given, loader = rest
+    criterion = given[0] if given else options["criterion"]  # in hooks mode the script has its own
+    return Loop(engine, module, optimizer, criterion, loader)
 
 
 def make_sampled(engine=None, model=None, loader=None, seed=0, **changes):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import BATCH, FEATURES, RECORDS, flat, make_loop, make_model
+from loops import BATCH, FEATURES, RECORDS, flat, make_loader, make_loop, make_model
+from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -110,13 +111,47 @@ def adds_losses_up(loop):
         loss.backward()
         loop.optimizer.step()
         total += loss.item() * len(x)
-        losses += [loss, loss.detach().cpu().numpy()]
+        losses += [loss.item(), loss.detach().cpu().numpy()]
     assert f"{total / RECORDS:.3f}" == "private"
     assert f"{sum(losses) / len(losses):8.2f} {np.mean(losses):.1f}" == "private private"
 
 
+def scales_gradients(loop):
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.criterion(loop.module(x), y)).backward()
+        scaler.unscale_(loop.optimizer)
+        assert torch.nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0) == 0
+        scaler.step(loop.optimizer)
+        scaler.update()
+    assert all(p.grad is None for p in loop.module.parameters())
+
+
+def checks_the_loss(loop):
+    for x, y in loop.loader:
+        loss = loop.criterion(loop.module(x), y)
+        if torch.isnan(loss) or not torch.isfinite(loss).all():
+            raise ValueError("the loss is not finite")
+        loss.backward()
+        loop.optimizer.step()
+
+
+def manages_memory(loop):
+    with BatchMemoryManager(
+        data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer
+    ) as memory_safe_loader:
+        assert len(memory_safe_loader) == 5
+        for x, y in memory_safe_loader:
+            assert len(x) <= 4
+            loop.batch(x, y)
+
+
 HABITS = [
     plain,
+    scales_gradients,
+    checks_the_loss,
+    manages_memory,
     clips_gradients,
     accumulates,
     scales_and_averages,
@@ -167,3 +202,37 @@ def test_named_parameter_groups():
     assert [g["lr"] for g in loop.optimizer.param_groups] == [0.1, 0.2]
     with pytest.raises(ValueError, match="param_group cannot be added"):
         loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_memory_manager_gives_whole_batches_where_they_are_smaller():
+    loop = make_loop()
+    with BatchMemoryManager(data_loader=loop.loader, max_physical_batch_size=100, optimizer=loop.optimizer) as loader:
+        assert [len(x) for x, _ in loader] == [BATCH, BATCH, RECORDS - 2 * BATCH]
+    with (
+        pytest.raises(ValueError, match="max_physical_batch_size must be a positive integer"),
+        BatchMemoryManager(data_loader=loop.loader, max_physical_batch_size=0, optimizer=loop.optimizer),
+    ):
+        pass
+
+
+def test_other_loaders_are_managed_as_before():
+    loop, plain = make_loop(), make_loader()
+    with BatchMemoryManager(data_loader=plain, max_physical_batch_size=4, optimizer=None) as loader:
+        assert isinstance(loader.batch_sampler, BatchSplittingSampler)
+    assert len(loop.loader) == len(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["before", "after", "in place"])
+def test_a_compiled_module(how, clean):
+    model = make_model()
+    loop = make_loop(model=torch.compile(model, backend="eager") if how == "before" else model)
+    assert loop.module is model
+    if how == "after":
+        loop.module = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    loop.epoch()
+    assert torch.equal(flat(model), clean)
+    x = torch.ones(2, FEATURES)
+    assert torch.equal(loop.module(x), model.forward(x))

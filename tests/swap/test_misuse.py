@@ -62,7 +62,7 @@ def counts_an_earlier_batch(loop):
 
 def goes_on_after_an_error(loop):
     for x, y in loop.loader:
-        with pytest.raises(RuntimeError, match="not those of the returned module"):
+        with pytest.raises(RuntimeError, match="outputs that went through softmax before"):
             loop.criterion(loop.module(x).softmax(1), y).backward()
         loop.criterion(loop.module(x), y).backward()
 
@@ -168,7 +168,41 @@ def climbs(loop):
 
 def builds_its_own_loss(loop):
     for x, y in loop.loader:
-        F.cross_entropy(loop.module(x), y).backward()
+        (-loop.module(x).log_softmax(1)[:, 0].mean() + 0 * y.sum()).backward()
+
+
+def uses_another_loss(loop):
+    for x, y in loop.loader:
+        F.cross_entropy(loop.module(x), y, label_smoothing=0.1).backward()
+
+
+def uses_another_reduction(loop):
+    for x, y in loop.loader:
+        F.cross_entropy(loop.module(x), y, reduction="none").mean().backward()
+
+
+def works_on_the_outputs(loop):
+    for x, y in loop.loader:
+        loop.criterion(loop.module(x).clamp(-1e6, 1e6), y).backward()
+
+
+def detaches_the_outputs(loop):
+    for x, y in loop.loader:
+        F.cross_entropy(loop.module(x).detach(), y).backward()
+
+
+def works_on_the_outputs_in_place(loop):
+    for x, y in loop.loader:
+        outputs = loop.module(x)
+        outputs.mul_(2)
+        loop.criterion(outputs, y).backward()
+
+
+def writes_into_the_outputs(loop):
+    for x, y in loop.loader:
+        outputs = loop.module(x)
+        outputs[0] = 0.0
+        loop.criterion(outputs, y).backward()
 
 
 def builds_its_own_loss_in_evaluation_mode(loop):
@@ -208,12 +242,22 @@ MISUSES = [
     (repeats_records, "error", "inputs that are not those of the batch"),
     (changes_targets, "error", "targets that are not those of the batch"),
     (changes_targets_in_place, "error", "changed in place"),
-    (changes_outputs, "error", "outputs that are not those of the returned module"),
+    (changes_outputs, "error", "outputs that went through div before the criterion"),
     (adds_a_penalty, "error", "regularization="),
     (adds_to_a_penalty, "error", "regularization="),
-    (climbs, "error", "only a loss as the returned criterion gives it"),
-    (builds_its_own_loss, "error", "with the criterion that it returned"),
-    (builds_its_own_loss_in_evaluation_mode, "error", "with the criterion that it returned"),
+    (climbs, "error", "only a loss as the criterion gives it"),
+    (builds_its_own_loss, "error", "in a way that is not recognised"),
+    (builds_its_own_loss_in_evaluation_mode, "error", "in a way that is not recognised"),
+    (
+        uses_another_loss,
+        "error",
+        r"loss cross_entropy\(reduction='mean', label_smoothing=0.1\), where the engine knows",
+    ),
+    (uses_another_reduction, "error", "cross_entropy"),
+    (works_on_the_outputs, "error", "outputs that went through clamp before the criterion"),
+    (detaches_the_outputs, "error", "outputs that went through detach before"),
+    (works_on_the_outputs_in_place, "error", "outputs that went through mul_ before"),
+    (writes_into_the_outputs, "error", "outputs that are not those of the returned module"),
     (changes_weights, "error", "changed, moved or frozen during the epoch"),
 ]
 

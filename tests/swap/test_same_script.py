@@ -63,25 +63,24 @@ test.__test__ = False  # the script's function, not a test
 
 
 def mnist_script(privacy_engine, **more):
-    """The script; ``privacy_engine`` and ``more`` are all that differs."""
+    """The script; ``privacy_engine`` and ``more`` are all that differs. In hooks mode it has its own criterion."""
     torch.manual_seed(0)
     x = torch.randn(48, 1, 12, 12)
     train_loader = DataLoader(TensorDataset(x, torch.randint(10, (48,))), batch_size=16, shuffle=True)
     test_loader = DataLoader(TensorDataset(x[:16], torch.randint(10, (16,))), batch_size=8)
     model = SampleConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0)
-    model, optimizer, criterion, train_loader = privacy_engine.make_private_with_epsilon(
+    model, optimizer, *criteria, train_loader = privacy_engine.make_private_with_epsilon(
         module=model,
         optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(),
         data_loader=train_loader,
         target_epsilon=3.0,
         target_delta=1e-5,
         epochs=2,
         max_grad_norm=1.0,
-        grad_sample_mode="ghost",
         **more,
     )
+    (criterion,) = criteria or [nn.CrossEntropyLoss()]
     lines = []
     for epoch in range(2):
         lines.append(train(model, criterion, train_loader, optimizer, privacy_engine, epoch, 1e-5))
@@ -95,14 +94,15 @@ ENGINES = {
 }
 
 
+@pytest.mark.parametrize("mode", [{}, {"grad_sample_mode": "ghost"}], ids=["hooks", "ghost"])
 @pytest.mark.parametrize("name", quick.only(["expm"], ENGINES))
-def test_opacus_script_runs_under_both_engines(name):
+def test_opacus_script_runs_under_both_engines(name, mode):
     make_engine, more = ENGINES[name]
     with warnings.catch_warnings():
         if name == "opacus":
             warnings.simplefilter("ignore")  # Opacus's own
         privacy_engine = make_engine()
-        model, lines = mnist_script(privacy_engine, **more)
+        model, lines = mnist_script(privacy_engine, **more, **mode)
     trained, fresh = model.state_dict(), SampleConvNet().state_dict()
     assert [t.shape for t in trained.values()] == [t.shape for t in fresh.values()]
     assert all(bool(t.isfinite().all()) for t in trained.values())

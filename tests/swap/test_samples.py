@@ -8,6 +8,7 @@ import pytest
 import quick
 import torch
 from loops import BATCH, FEATURES, RECORDS, flat, make_loader, make_model, make_sampled
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -505,3 +506,35 @@ def test_arguments_that_opacus_asks_for_play_no_part():
     for _ in range(5):
         loop.epoch()
     assert torch.equal(flat(loop.module), flat(reference(5)[0]))
+
+
+@pytest.mark.parametrize("size", quick.only([4], [1, 4, 100]))
+def test_a_memory_manager_cuts_samples_and_changes_nothing(size):
+    plain, managed = make_sampled(), make_sampled()
+    for _ in range(5):
+        plain.epoch()
+        managed.module.train()
+        with BatchMemoryManager(
+            data_loader=managed.loader, max_physical_batch_size=size, optimizer=managed.optimizer
+        ) as loader:
+            assert len(loader) >= len(managed.loader)
+            for x, y in loader:
+                assert 1 <= len(x) <= size
+                managed.batch(x, y)
+    assert torch.equal(flat(managed.module), flat(plain.module))
+    assert managed.engine.accountant.releases == plain.engine.accountant.releases
+
+
+def test_a_piece_that_is_not_counted_loses_its_sample():
+    loop = make_sampled(epochs=STEPS)  # samples of all records
+    loop.module.train()
+    manager = BatchMemoryManager(data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer)
+    with manager as loader:
+        with pytest.raises(RuntimeError, match=r"A batch was left without loss\.backward\(\), but every record"):
+            list(loader)
+        next(iterator := iter(loader))
+        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) without loss\.backward\(\)"):
+            loop.optimizer.step()
+        del iterator
+        assert [len(x) for x, y in loader if loop.batch(x, y) is None] == [4] * 5
+    assert loop.loader._training._number == 3  # the two that were lost, and one

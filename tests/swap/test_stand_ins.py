@@ -5,7 +5,7 @@ import pickle
 import opacus
 import pytest
 import torch
-from loops import BATCH, RECORDS, flat, make_loader, make_loop, make_model
+from loops import BATCH, RECORDS, flat, make_loader, make_loop, make_model, make_sampled
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -92,9 +92,6 @@ def test_the_criterion_is_cross_entropy_by_default(clean):
 
 
 def test_methods_without_meaning_name_what_to_use():
-    engine = ExpMQuadEngine()
-    with pytest.raises(NotImplementedError, match="make_private_with_epsilon"):
-        engine.make_private(module=make_model(), noise_multiplier=1.0, max_grad_norm=1.0)
     model = make_model()
     assert ExpMQuadEngine.get_compatible_module(model) is model
     loop = make_loop()
@@ -102,3 +99,23 @@ def test_methods_without_meaning_name_what_to_use():
         with pytest.raises(AttributeError, match=words):
             getattr(loop.optimizer, name)
     assert not hasattr(loop.optimizer, "unheard_of")
+
+
+@pytest.mark.filterwarnings("ignore:with 20 records")
+def test_representations_say_what_is_public():
+    loop = make_loop()
+    before = repr(loop.module)
+    assert repr(loop.criterion) == "StandInCriterion(CrossEntropyLoss, Training(0 of 1 rounds drawn))"
+    assert repr(loop.optimizer) == "StandInOptimizer(SGD in the loop, no gradient steps, Training(0 of 1 rounds drawn))"
+    assert repr(loop.loader) == (
+        "StandInLoader(every record once, at most 3 batches an epoch, Training(0 of 1 rounds drawn))"
+    )
+    loop.epoch()
+    assert "1 of 1 rounds drawn, ended" in repr(loop.optimizer)
+    assert repr(loop.module) == before == repr(make_model())
+    sampled = make_sampled().loader
+    sampled._training.module.train()
+    assert repr(sampled.in_pieces(2)) == (
+        "StandInLoader(Poisson samples, at most 10 batches an epoch, at most 2 records at once, "
+        "Training(0 of 15 rounds drawn))"
+    )
