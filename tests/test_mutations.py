@@ -1117,7 +1117,8 @@ def _error_for_a_record(patch):
 
     def strict(*arguments):
         found = original(*arguments)
-        if not bool(found.rows.isfinite().all()):
+        parts = [part.squared_norms() for part in found.factored] + ([] if found.rows is None else [found.rows])
+        if not all(bool(part.isfinite().all()) for part in parts):
             raise ValueError("a record is not finite")
         return found
 
