@@ -149,9 +149,8 @@ def training_loop(engine, model, **options):
 
 
 def loop_in_place(engine, model, **options):
-    """Two epochs of an Opacus loop."""
-    module, optimizer, criterion, loader = engine.make_private_with_epsilon(
-        grad_sample_mode="ghost",
+    """Two epochs of an Opacus loop, with the criterion that it is given or, where there is none, its own."""
+    module, optimizer, *given, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         data_loader=make_loader(),
@@ -160,8 +159,9 @@ def loop_in_place(engine, model, **options):
         epochs=2,
         radius=0.3,
         proj_dim=5,
-        **options,
+        **{"grad_sample_mode": "ghost", **options},
     )
+    [criterion] = given or [nn.CrossEntropyLoss()]
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
@@ -243,7 +243,8 @@ def undisturbed(call, options, path, watch=None):
 
 
 def watched(call, options, path):
-    """The weights that a call gives, and the places in the package that it passes."""
+    """The weights that a call gives, and the places in the package that it passes once its caches are filled."""
+    undisturbed(call, options, path.with_name("first.jsonl"))
     watch = Interruption()
     return undisturbed(call, options, path, watch), watch.places()
 
