@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from opacus_expm import _check
 from opacus_expm.gathering.loaders import rows_loader
 from opacus_expm.gathering.model import check_module
-from opacus_expm.gathering.threads import Threads, operations
+from opacus_expm.gathering.threads import Threads
 from opacus_expm.mechanism import curves
 
 _TOLERANCE = 1e-3  # relative: how far above the least the noise of DP-SGD may end
@@ -82,7 +82,7 @@ def dp_sgd(
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
     check_criterion(criterion)
     x, y = tensors("dataset", dataset)
-    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
+    threads = Threads.of(model, x[:1])
     loader = rows_loader(x, y, batch_size)
     steps_per_epoch = len(loader)
     noise_multiplier = calibrated_noise(epsilon, delta, steps_per_epoch, epochs)
@@ -134,7 +134,7 @@ def non_private(
     _check.positive_int("epochs", epochs)
     check_criterion(criterion)
     x, y = tensors("dataset", dataset)
-    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
+    threads = Threads.of(model, x[:1])
     trained = copy.deepcopy(model).train()
     device = next(trained.parameters()).device
     with _own_generators(seed), threads.shared(batch_size):

@@ -98,7 +98,7 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     steps = epochs * math.ceil(len(x) / batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps)
-    threads = Threads(operations(copy.deepcopy(model).eval(), x[:1]))
+    threads = Threads.of(model, x[:1])
     with threads.shared(batch_size):
         for _ in range(epochs):
             for index in torch.split(torch.randperm(len(x)), batch_size):

@@ -9,6 +9,7 @@ take ten times as long. On one thread they lose nothing, because there is nothin
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,11 @@ class Threads:
     def __init__(self, operations: float = 0.0):
         self._operations = operations
         self._records: int | None = 1
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any) -> Threads:
+        """For a model that is going to be trained, which stays as it is; of the example only the shape is used."""
+        return cls(operations(copy.deepcopy(model).eval(), example))
 
     @contextmanager
     def shared(self, records: int | None) -> Iterator[None]:
