@@ -53,16 +53,11 @@ def positive_int(name: str, value: object) -> int:
     return int(value)
 
 
-def count(name: str, value: object, requirement: str = "a non-negative integer") -> int:
-    """A non-negative integer."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise ValueError(f"{name} must be {requirement}, got {value!r}")
-    return int(value)
-
-
 def seed(name: str, value: object) -> int:
     """A non-negative integer, where None would be drawn."""
-    return count(name, value, "a non-negative integer or None")
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(f"{name} must be a non-negative integer or None, got {value!r}")
+    return int(value)
 
 
 def one_of(name: str, value: object, options: Collection[str]) -> str:

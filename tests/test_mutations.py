@@ -856,8 +856,8 @@ def _at_the_outputs(patch):
 
 def _gradients_unclipped(patch):
     def add(self, records):
-        total = records.summed(torch.ones_like)
-        self._g = total if self._g is None else self._g + total
+        self._g = torch.zeros(records.size, dtype=torch.float64) if self._g is None else self._g
+        records.add(self._g, torch.ones_like)
         self._parallel = False
 
     patch.setattr(clipping.ClippedAdder, "add_gradients", add)

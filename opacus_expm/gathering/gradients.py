@@ -178,9 +178,3 @@ class RecordGradients(PrivateValues):
             total += weighted(self.rows, weights)
         for part in self.factored:
             part.add(total, weights)
-
-    def summed(self, scales: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same, added to nothing."""
-        total = torch.zeros(self.size, dtype=torch.float64, device=self.norms.device)
-        self.add(total, scales)
-        return total
