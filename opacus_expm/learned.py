@@ -1,18 +1,17 @@
-"""Nothing to guess: rounds that learn their own subspace, metric and step, all of it charged.
+"""Nothing to guess: rounds that learn their own metric, bound and step, all of it charged.
 
-The model moves in the span of directions that were released before, where a few numbers say how far. With K the metric
-(``subspaces.metric``) and u the place in it, θ = θ* + KuK,
-
-1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``), with Gaussian noise; a layer's
-   scale is a private median. Eigenvalues below the edge of the noise's own spectrum are noise: the damping is there. Where
-   public records are given, their curvature is the metric instead (``subspaces.leading``), and costs nothing.
-2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
-3. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
-   step of length η; in the metric no learning rate has to be found for the last layer alone.
-4. **Length.** For other layers the metric, which leaves out how layers act together, says the direction but not how
-   far. So after a few steps the loss's own quadratic is measured along what was moved since the last time, in one
-   dimension, where noise is small: gradient and curvature of all records, clipped, with noise. Newton's length along
-   it corrects the place, and η with it.
+1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``) and the layers' shares of the
+   curvature, with Gaussian noise, and a private median of the curvature itself. Directions that curve by less than h₀ keep
+   the parameters' own units, others are measured in units in which they curve alike; h₀ is such that as many dimensions take
+   part as the budget pays for. Where public records are given, their curvature is the metric instead
+   (``subspaces.leading``), and costs nothing. A model that hooks cannot serve keeps its own units, and h₀ follows from the
+   private median alone.
+2. **Bound.** C is a private quantile of the gradients' norms in the metric.
+3. **Time.** The mean loss at the start, with noise, says how much there is to gain. Together with C and the number of
+   dimensions it says how far the steps may go until their noise undoes a part of that gain (``Rule.time``). So no learning
+   rate has to be found.
+4. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
+   step of length τ/T.
 5. **Choice.** The mean of the last places, or the start: the exponential mechanism chooses by the clipped gain in the
    records' losses.
 
@@ -45,7 +44,7 @@ from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.criteria import make_criterion
-from opacus_expm.gathering.factors import edge
+from opacus_expm.gathering.factors import FactorSums, edge
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Pass, Workbench
 from opacus_expm.gathering.samples import sampled
@@ -56,20 +55,34 @@ from opacus_expm.public import taught
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.leading import Leading
-from opacus_expm.subspaces.metric import Block, Metric
+from opacus_expm.subspaces.metric import Block, Metric, Spectrum, damping_of
 from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 
 _AVERAGED = 0.4  # of the steps, at the end
-_DAMPING = 0.6  # of the edge of the noise's spectrum
-_BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5  # high: rare classes have the largest gradients
-_LENGTH_QUANTILE, _LENGTH_FACTOR = 0.75, 2.0
-_SHORTEST, _LONGEST, _FIRST_LONGEST = 0.125, 2.0, 8.0  # what a length may be corrected by
+_BOUND_QUANTILE = 0.75  # high: rare classes have the largest gradients
+_LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0  # a bound of losses that has to be bought
+_LEAST_DAMPING = 1 / 640  # of the largest curvature
+_SEEN = 2.0  # deviations of its noise, from which on a layer's share is one
 _CHOICES = (0.0, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
 _LEADING = 800  # directions of public curvature
-_LEAST_SCALE = 0.01  # of the largest among the layers
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Units for gradients and steps.
+
+    Attributes:
+        subspace: the metric; None for the parameters' own units.
+        damping: h₀, by which the loss curves at most in these units.
+        dimensions: d, how many of them take part.
+    """
+
+    subspace: Metric | Leading | None
+    damping: float
+    dimensions: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +94,14 @@ class Planned:
         rule: how many steps, how long, and what each part may cost.
         blocks: the layers with a metric of their own.
         guess: the loss of a model that guesses; None where it is not known.
-        metric: from public data; None where it is to be measured.
+        geometry: from public data; None where it is to be measured.
     """
 
     bench: Workbench
     rule: Rule
     blocks: tuple[Block, ...]
     guess: float | None
-    metric: Leading | None = None
+    geometry: Geometry | None = None
 
 
 class LearnedRounds:
@@ -172,91 +185,119 @@ class LearnedRounds:
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
-        rule = self._rule(bench, len(blocks), guess is not None)
+        rule = self._rule(len(blocks), guess is not None)
         asked.admit(rule.charges(), instead_of)
         words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
-        return Planned(bench, rule, blocks, guess, self._public_metric(model, rule))
+        return Planned(bench, rule, blocks, guess, self._public_geometry(model, rule))
 
-    def _public_metric(self, model: nn.Module, rule: Rule) -> Leading | None:
-        """The leading directions of public curvature, as many as the budget pays for."""
+    def _public_geometry(self, model: nn.Module, rule: Rule) -> Geometry | None:
+        """The leading directions of public curvature, as many as the budget pays for, in units in which they curve alike."""
         if self._public is None:
             return None
         recipe = replace(self._measurement, subspace=Preconditioned(rank=_LEADING))
         found = taught(model, recipe, self._public, self._questions.books.ranks)
         assert isinstance(found, Preconditioned)
         assert found.curvature is not None
-        return Leading.of(found.curvature, rule.dimensions)
+        leading = Leading.of(found.curvature, rule.dimensions)
+        return Geometry(leading, 1.0, leading.dimensions)
 
     def begin(self, planned: Planned) -> Walk:
-        """Metric, bounds, and the charge for all directions: the walk stands at the start.
+        """Metric, bounds, time, and the charge for all directions: the walk stands at the start.
 
         **Privacy:** what it asks of the records is charged before it is drawn.
         """
-        asked, bench, rule, guess = self._questions, planned.bench, planned.rule, planned.guess
-        if planned.metric is not None:
-            bench = bench.within(planned.metric)
-        elif planned.blocks:
-            bench = bench.within(self.metric(bench, rule, planned.blocks))
-        bound = self.bound(bench, rule)
-        if guess is None:
-            start = torch.zeros(bench.map.dim, dtype=torch.float64)
-            values = looks.losses(bench, self._loader, [start])[:, 0].nan_to_num(0.0, 0.0, 0.0)
-            guess = 2 * asked.quantile("loss", values.numpy(), 0.75, curves.bounded_range_within(rule.loss_mu))
-        return Walk(bench, self._loader, asked, rule, bound, guess)
+        bench, rule, geometry = planned.bench, planned.rule, planned.geometry
+        if geometry is None:
+            geometry = self.geometry(bench, rule, planned.blocks)
+        if geometry.subspace is not None:
+            bench = bench.within(geometry.subspace)
+        bound = self.bound(bench, rule, math.sqrt(geometry.damping))
+        guess, loss = self.losses(bench, rule, planned.guess)
+        time = rule.time(bound / math.sqrt(geometry.damping), loss, geometry.dimensions)
+        return Walk(bench, self._loader, self._questions, rule, bound, guess, time / geometry.damping / rule.steps)
 
-    def _rule(self, bench: Workbench, layers: int, bounded: bool) -> Rule:
+    def _rule(self, layers: int, bounded: bool) -> Rule:
         """The rule for a model with so many layers."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
-        return Rule(*known, epochs=self._epochs, last=bench.last_moves(), public=self._public is not None)
+        return Rule(*known, epochs=self._epochs, public=self._public is not None)
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
         measurement = self._measurement
         layers = 0 if measurement.grad_sampling.mode == "functorch" else len(bench.blocks())
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
-        return self._rule(bench, layers, loss is not None and loss.guessing(2) is not None)
+        return self._rule(layers, loss is not None and loss.guessing(2) is not None)
 
-    def metric(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Metric:
-        """Factors with noise, their roots, and each layer's scale.
+    def geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Geometry:
+        """Units that are measured on the records: factors, the layers' shares, and the curvature of all layers together.
 
-        **Privacy:** charged before it is drawn, the factors together and each scale.
+        **Privacy:** charged before it is drawn, factors and shares together, and the curvature.
         """
-        asked, n = self._questions, self._questions.size
-        sums = looks.factors(bench, self._loader, asked.books.noise.source())
-        totals = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
-        deviation = 1 / rule.factor_mu
+        asked, random = self._questions, self._questions.books.noise.source()
+        if not blocks:
+            trace = asked.quantile("scale", looks.traces(bench, self._loader, random), 0.5, _price(rule.scale_mu))
+            return Geometry(None, trace / rule.dimensions, rule.dimensions)
+        sums = looks.factors(bench, self._loader, random)
+        spectra, shares = self._released(sums, rule)
+        trace = asked.quantile("scale", sums.traces.sum(1).numpy(), 0.5, _price(rule.scale_mu))
+        traces = [trace * share for share in shares.tolist()]
+        pairs = list(zip(spectra[::2], spectra[1::2], strict=True))
+        curving = torch.cat(
+            [(h * torch.outer(b.values, a.values)).flatten() for h, (a, b) in zip(traces, pairs, strict=True)]
+        )
+        damping = damping_of(curving, rule.dimensions, _LEAST_DAMPING * float(curving.max()))
+        dimensions = float((curving / (curving + damping)).sum())
+        return Geometry(Metric.damped(blocks, pairs, traces, damping), damping, dimensions)
+
+    def _released(self, sums: FactorSums, rule: Rule) -> tuple[list[Spectrum], Tensor]:
+        """The factors A and B of one block after the other, and each block's share of the curvature.
+
+        A share that cannot be told from noise is 0; where none can, all are equal.
+        """
+        asked, n, deviation = self._questions, self._questions.size, 1 / rule.factor_mu
+        matrices = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
 
         def noisy() -> Tensor:
             random = asked.books.noise.source()
-            parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in totals]
+            parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in matrices]
+            parts.append(sums.shares + deviation * torch.from_numpy(random.standard_normal(len(sums.shares))))
             return torch.cat([part.flatten() for part in parts])
 
-        like = torch.zeros(sum(t.numel() for t in totals), dtype=torch.float64)
-        released = asked.ask("metric", noisy, like, mu=rule.metric_mu)
-        price = curves.bounded_range_within(rule.scale_mu)
-        scales = [asked.quantile("scale", h.numpy(), 0.5, price) for h in sums.traces.unbind(1)]
-        scales = [max(scale, _LEAST_SCALE * max(scales)) for scale in scales]
-        parts = [
-            p.view_as(t) / n for p, t in zip(torch.split(released, [t.numel() for t in totals]), totals, strict=True)
+        sizes = [*(t.numel() for t in matrices), len(sums.shares)]
+        like = torch.zeros(sum(sizes), dtype=torch.float64)
+        *parts, shares = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
+        spectra = [
+            Spectrum.of(part.view_as(t), edge(len(t), deviation / n)) for part, t in zip(parts, matrices, strict=True)
         ]
-        roots = [_root(part, _DAMPING * edge(len(part), deviation / n)) for part in parts]
-        found = tuple((roots[2 * i] / scale**0.25, roots[2 * i + 1] / scale**0.25) for i, scale in enumerate(scales))
-        return Metric(blocks, found)
+        seen = torch.where(shares > _SEEN * deviation / n, shares, 0.0)
+        return spectra, seen / seen.sum() if bool(seen.any()) else torch.full_like(seen, 1 / len(seen))
 
-    def bound(self, bench: Workbench, rule: Rule) -> float:
-        """C, at which gradients are clipped.
+    def bound(self, bench: Workbench, rule: Rule, unit: float = 1.0) -> float:
+        """C, at which gradients are clipped; they are expected to be of the order of ``unit``.
 
         **Privacy:** charged before it is drawn.
         """
-        norms = looks.gradient_norms(bench, self._loader)
-        price = curves.bounded_range_within(rule.bound_mu)
-        return _BOUND_FACTOR * self._questions.quantile("bound", norms, _BOUND_QUANTILE, price, _UNITS)
+        norms, base = looks.gradient_norms(bench, self._loader), -np.abs(np.log2(GRID / unit))
+        return self._questions.quantile("bound", norms, _BOUND_QUANTILE, _price(rule.bound_mu), base)
+
+    def losses(self, bench: Workbench, rule: Rule, guess: float | None) -> tuple[float, float]:
+        """B, by which losses are clipped, and the mean loss at the start, which is no less than its noise.
+
+        **Privacy:** charged before it is drawn, both where B is not known.
+        """
+        asked, start = self._questions, torch.zeros(bench.map.dim, dtype=torch.float64)
+        values = looks.losses(bench, self._loader, [start])[:, 0]
+        if guess is None:
+            known = values.nan_to_num(0.0, 0.0, 0.0).numpy()
+            guess = _LOSS_FACTOR * asked.quantile("loss bound", known, _LOSS_QUANTILE, _price(rule.loss_mu))
+        total, deviation = asked.clipped_sum("loss", values, guess, rule.loss_mu)
+        return guess, min(guess, max(total, deviation) / asked.size)
 
 
 class Walk(PrivateValues):
-    """Directions and lengths: where the rounds are, and the mean of the last places.
+    """Directions: where the rounds are, and the mean of the last places.
 
     Args:
         bench: the model in its metric.
@@ -265,6 +306,7 @@ class Walk(PrivateValues):
         rule: how many steps, how long, and what each part may cost.
         bound: C.
         guess: B, the loss by which gains are clipped.
+        rate: η, the length of a step.
 
     **Privacy:** the whole run of directions is charged at once, before the first of them.
     """
@@ -277,13 +319,14 @@ class Walk(PrivateValues):
         rule: Rule,
         bound: float,
         guess: float,
+        rate: float,
     ):
         self.rule = rule
         self._bench, self._loader, self._asked = bench, loader, asked
         self._limits, self._guess = ClippingBounds(bound, 0.0), guess
         self._place = torch.zeros(bench.map.dim, dtype=torch.float64)
-        self._marked, self._total, self._count = self._place, self._place, 0
-        self._rate, self._steps = rule.rate, 0
+        self._total, self._count = self._place, 0
+        self._rate, self._steps = rate, 0
         self._random = asked.books.noise.source()
         self._chance: np.random.Generator | None = None
         plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
@@ -329,11 +372,6 @@ class Walk(PrivateValues):
         direction = (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._asked.size)
         self._steps += 1
         self._place = self._place - self._rate * direction
-        if self._steps in rule.marks:
-            moved = self._place - self._marked
-            factor = self._length(moved, _FIRST_LONGEST if self._steps == rule.marks[0] else _LONGEST)
-            self._place = self._marked = self._marked + factor * moved
-            self._rate *= factor
         if self._steps > rule.steps * (1 - _AVERAGED):
             self._total, self._count = self._total + self._place, self._count + 1
 
@@ -345,25 +383,6 @@ class Walk(PrivateValues):
         """The model at the present place, which was released."""
         return self._bench.module_at(self._place)
 
-    def _length(self, moved: Tensor, longest: float) -> float:
-        """By what factor the last displacement is corrected: Newton's length along it, from a noisy pair.
-
-        With g′ and H′ the sums along the displacement's direction, both with noise, the move is −g′/H′; g′ is shrunk by its
-        known noise (positive-part James-Stein), H′ is no less than its noise's deviation.
-        """
-        reach = float(moved.norm())
-        if reach == 0:
-            return 1.0
-        pairs = looks.span_quadratics(self._bench, self._loader, self._place, (moved / reach)[:, None])
-        numbers = [pairs.gradients[:, 0], pairs.curvatures[:, 0, 0]]
-        sums, deviations = self._asked.clipped_sums(
-            "length", numbers, _LENGTH_QUANTILE, _LENGTH_FACTOR, self.rule.length_mu
-        )
-        g, h = sums.tolist()
-        g *= max(0.0, 1 - (float(deviations[0]) / g) ** 2) if g else 0.0
-        along = -g / max(h, float(deviations[1])) / reach
-        return float(min(longest, max(_SHORTEST, 1 + along)))
-
     def module(self) -> nn.Module:
         """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
@@ -372,17 +391,13 @@ class Walk(PrivateValues):
         """
         places = [share * self._total / self._count for share in _CHOICES]
         gains = looks.gains(self._bench, self._loader, places, self._guess)
-        epsilon = curves.bounded_range_within(self.rule.length_mu)
+        epsilon = _price(self.rule.choice_mu)
         number = self._asked.choice("choice", epsilon * gains / self._guess + _RELUCTANCE, epsilon)
         rule, found = self.rule, self._bench.module_at(places[number])
         sample = f"samples of {rule.sample_rate:.2g} of the records"
         what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
         words.of_walk(self._asked.books, what, rule.passes, self._bench.module_at(places[0]), found)
         return found
-
-
-# Public weights of a bound: in the metric, norms are of the order of one.
-_UNITS = -np.abs(np.log2(GRID))
 
 
 def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Books) -> None:
@@ -417,8 +432,6 @@ def _warn_if_faint(rule: Rule, parameters: int) -> None:
         )
 
 
-def _root(matrix: Tensor, damping: float) -> Tensor:
-    """(M⁺ + damping·I)^{−½}, with negative eigenvalues set to 0."""
-    values, vectors = torch.linalg.eigh(matrix)
-    found: Tensor = (vectors * (values.clamp(min=0) + damping).rsqrt()) @ vectors.T
-    return found
+def _price(mu: float) -> float:
+    """The range of a choice by the exponential mechanism that costs as much as μ."""
+    return curves.bounded_range_within(mu)

@@ -3,7 +3,7 @@
 A loop of E epochs takes the T directions of the rule (``rule.Rule``), spread over its epochs as evenly as whole numbers
 allow. Each direction is a Poisson sample with rate q = min(1, E/T), so that an epoch sees every record about once. A rule
 with fewer steps than epochs takes T = E and q = 1. Everything else is measured by the engine itself, in passes of its own
-over the loader: the metric and the bounds before the first sample, lengths at the marks, the choice after the last sample.
+over the loader: the metric, the bounds and the losses before the first sample, the choice after the last one.
 
 **Privacy:** that of ``learned``, whose charges and noise these are. The script only carries each sample's records to a pass.
 """

@@ -13,7 +13,6 @@ from torch import Tensor
 from opacus_expm.accounting.admission import Admission
 from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
-from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_logits
 
@@ -110,31 +109,12 @@ class Questions:
         like = torch.zeros(1, dtype=torch.long)
         return int(self.ask(what, lambda: torch.tensor([self.books.noise.choose(logits)]), like, epsilon_range=epsilon))
 
-    def clipped_sums(
-        self, what: str, numbers: Sequence[Tensor], quantile: float, factor: float, mu: float
-    ) -> tuple[Tensor, Tensor]:
-        """Sums over the records of several numbers of each, clipped at multiples of private quantiles, with noise.
-
-        Half of μ² is for the quantiles and half for the sums. Each of the k sums has an equal part μ/√(2k) of its half: a
-        record moves it by no more than its bound c, and its noise has deviation c√(2k)/μ.
-
-        Args:
-            what: is asked, for the ledger.
-            numbers: a number of every record (n,), for each sum.
-            quantile: of the absolute values.
-            factor: of the quantile, at which they are clipped.
-            mu: Gaussian price of all of it.
-
-        Returns:
-            The sums with noise, and its deviations.
-        """
-        part = mu / math.sqrt(2 * len(numbers))
-        price = curves.bounded_range_within(part)
-        limits = [factor * self.quantile(f"{what} bound", v.abs().numpy(), quantile, price) for v in numbers]
-        clipped = torch.stack([v.clamp(-c, c).sum() for v, c in zip(numbers, limits, strict=True)])
-        deviations = torch.tensor(limits, dtype=torch.float64) / part
+    def clipped_sum(self, what: str, numbers: Tensor, most: float, mu: float) -> tuple[float, float]:
+        """The sum over the records of a number of each, clipped to [0, most], with noise; and its deviation."""
+        clipped = numbers.nan_to_num(0.0, most, 0.0).clamp(0.0, most).sum()[None]
+        deviation = most / mu
 
         def noisy() -> Tensor:
-            return clipped + deviations * torch.from_numpy(self.books.noise.source().standard_normal(len(limits)))
+            return clipped + deviation * torch.from_numpy(self.books.noise.source().standard_normal(1))
 
-        return self.ask(what, noisy, torch.zeros_like(clipped), mu=mu / math.sqrt(2)), deviations
+        return float(self.ask(what, noisy, torch.zeros_like(clipped), mu=mu)), deviation

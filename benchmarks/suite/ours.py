@@ -101,7 +101,7 @@ def pure(name: str, epsilon: float, seed: int) -> Facts:
 def rule_of(task: Task, epsilon: float) -> Rule:
     """The public formula, for the public numbers of a task."""
     bench, bounded = _prepared(task)
-    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded, last=bench.last_moves())
+    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded)
 
 
 def _prepared(task: Task) -> tuple[Workbench, bool]:

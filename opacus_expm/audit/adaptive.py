@@ -1,8 +1,9 @@
 """The exact privacy of learned rounds: the joint law of what two parts release, the second after the first.
 
 Every part of learned rounds (``opacus_expm.learned``) is released after earlier ones and depends on them: a direction is
-clipped at the bound that was chosen, and is found at the place to which the direction before it led; a length is measured
-along a direction, and the last choice is between places on the way. On a model with one parameter and a few records, the
+clipped at the bound that was chosen, and is found at the place to which the direction before it led; losses are clipped at
+a bound too, and the last choice is between the start and the end of the way. On a model with one parameter and a few
+records, the
 joint law of such a sequence can be computed, by enumeration of choices and of samples and by quadrature over normal numbers,
 from the code that draws it (``audit.told``). What it reveals of one record is put beside what the ledger states for it.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from opacus_expm.gathering import looks
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import GRID
-from opacus_expm.questions import Questions
 
 _REACH = 7.0  # deviations beyond the means, where a quadrature ends
 _STEP = 0.5  # of a deviation, between two nodes at which the records are looked at
@@ -40,7 +40,6 @@ _FINE = 0.1  # of a deviation, between two nodes at which a known density is eva
 _NEGLIGIBLE = 1e-12  # probability of a history that is left out
 _SAME = 1e-9  # up to which numbers are the same
 _LARGEST = 700.0  # e^t overflows beyond
-_FAR = 100.0  # deviations, from which on nothing is hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +184,7 @@ class Parts:
 
 
 def metric(epsilon: float, delta: float) -> Parts:
-    """The factors of a layer with two inputs, a symmetric matrix and a number; then its scale.
+    """The factors of a layer with two inputs, a symmetric matrix and a number, and its share; then its scale.
 
     What is released is linear in the noise. Its law follows from what is released with every one of the normal numbers 1 and
     the others 0.
@@ -193,19 +192,19 @@ def metric(epsilon: float, delta: float) -> Parts:
 
     def answer(side: Side, *normals: Any) -> Array:
         side.tell(1.0, *normals, picks=[200])
-        side.rounds.metric(side.bench, side.rule, looks.blocks(side.bench))
+        side.rounds.geometry(side.bench, side.rule, looks.blocks(side.bench))
         found = side.books.answers["metric"].numpy()
-        return np.asarray(found[[0, 1, 3, 4]] * [1.0, math.sqrt(2), 1.0, 1.0])  # isometric
+        return np.asarray(found[[0, 1, 3, 4, 5]] * [1.0, math.sqrt(2), 1.0, 1.0, 1.0])  # isometric
 
     def law(first: Side, second: Side) -> JointLaw:
         means, noises, laws = [], [], []
         for side in (first, second):
             means.append(answer(side))
             laws.append(_choice(side))
-            units = [(np.eye(4)[i].reshape(2, 2), 0.0) for i in range(4)] + [(0.0, 1.0)]
+            units: list[Any] = [(np.eye(4)[i].reshape(2, 2),) for i in range(4)] + [(0.0, 1.0), (0.0, 0.0, 1.0)]
             noises.append(np.array([answer(side, *unit) - means[-1] for unit in units]))
         covariance = noises[0].T @ noises[0]
-        if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=_SAME) or np.linalg.matrix_rank(covariance) < 4:
+        if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=_SAME) or np.linalg.matrix_rank(covariance) < 5:
             raise NotHidden
         shift = means[1] - means[0]
         distance = math.sqrt(shift @ np.linalg.solve(covariance, shift))
@@ -286,66 +285,32 @@ def _after(side: Side, earlier: _Mixture, place: float, bound: float) -> _Mixtur
     return _Mixture(np.concatenate(weights), np.concatenate(means), found.slope)
 
 
-def direction_and_length(epsilon: float, delta: float) -> Parts:
-    """A direction of all records, then the length along it: two bounds by the exponential mechanism, and two sums.
+def bound_and_loss(epsilon: float, delta: float) -> Parts:
+    """A bound of the losses by the exponential mechanism, then the sum of the losses, which are clipped at it."""
 
-    The records' gradients and curvatures are larger than any bound can be. Without noise, the direction would be another one
-    with the record than without it.
-    """
-    bound = 1e8
+    def answers(side: Side, normal: float) -> Array:
+        found = []
+        for pick in range(len(GRID)):
+            side.tell(normal, picks=[pick])
+            side.rounds.losses(side.bench, side.rule, None)
+            found.append(float(side.books.answers["loss"]))
+        return np.array(found)
 
     def law(first: Side, second: Side) -> JointLaw:
-        sides = (first, second)
-        plain = replace(first.rule, measured=False)  # type: ignore[call-arg]
-        earlier = [_direction(side, lambda side=side: side.walk(bound, rule=plain)) for side in sides]  # type: ignore[misc]
-        places, width = _nodes(earlier, _STEP)
-        densities = [m.log_density(places) + width for m in earlier]
-        deviations = None
-        histories = []
-        for i, place in enumerate(places):
-            asked = []
-            for side, mixture in zip(sides, earlier, strict=True):
-                walk = side.walk(bound)
-                side.step(walk, next(side.samples())[0], mixture.normals(place)[0])
-                asked.append(_sums(side))
-            if deviations is None:
-                noises = [_sums(side, only_noise=True)[1] for side in sides]
-                if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=0) or not (noises[0] > 0).all():
-                    raise NotHidden
-                deviations = noises[0]
-            apart = np.abs(asked[1][1] - asked[0][1]) / deviations
-            kinds = [_merged(asked[0][0][k], asked[1][0][k], apart[:, k]) for k in (0, 1)]
-            p, q = (densities[n][i] + kinds[0][n][:, None] + kinds[1][n] for n in (0, 1))
-            histories.append((p.ravel(), q.ravel(), np.hypot(kinds[0][2][:, None], kinds[1][2]).ravel()))
-        return JointLaw(*(np.concatenate(part) for part in zip(*histories, strict=True)))
+        means, noises, laws = [], [], []
+        for side in (first, second):
+            means.append(answers(side, 0.0))
+            laws.append(_choice(side))
+            noises.append(answers(side, 1.0) - means[-1])
+        if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=0) or not (noises[0] > 0).all():
+            raise NotHidden
+        return JointLaw(laws[0], laws[1], np.abs(means[1] - means[0]) / noises[0])
 
     def once(side: Side) -> None:
-        side.step(side.walk(bound), next(side.samples())[0], 0.0)
+        side.rounds.losses(side.bench, side.rule, None)
 
-    rule = FewRounds(epsilon, delta, 10, 1, bounded=True, kinds=2, measured=True)
-    base = [(1.1e4, 0.13e4)] * 3
-    return Parts("direction, length", rule, base, (1.1e4, -1e4), law, once, size=10**9)
-
-
-def _sums(side: Side, *, only_noise: bool = False) -> tuple[list[Array], Array]:
-    """Log probabilities of the two bounds, and the two sums for every bound without noise; or of zeros with noise 1."""
-    what, numbers, *options = side.questions.kept
-    numbers = [0.0 * v for v in numbers] if only_noise else numbers
-    answers = []
-    for pick in range(len(GRID)):
-        side.tell(float(only_noise), picks=[pick, pick])
-        answers.append(Questions.clipped_sums(side.questions, what, numbers, *options)[0].numpy())
-    if len(side.script.logits) != 2:
-        raise NotHidden
-    return [logits - logsumexp(logits) for logits in side.script.logits], np.array(answers)
-
-
-def _merged(p: Array, q: Array, distances: Array) -> tuple[Array, Array, Array]:
-    """The same law with outcomes made one that have the same ratio of probabilities and the same distance."""
-    seen = np.minimum(distances, _FAR)
-    keys, place = np.unique(np.round(np.stack([p - q, seen]), 9), axis=1, return_inverse=True)
-    merged = np.log(np.bincount(place.ravel(), np.exp(p)))
-    return merged, merged - keys[0], keys[1]
+    rule = FewRounds(epsilon, delta, 10, 1, bounded=False, kinds=2)
+    return Parts("bound, loss", rule, [(1.0, 1.0)] * 3, (1.0, 1e5), law, once)
 
 
 def direction_and_choice(epsilon: float, delta: float) -> Parts:
@@ -379,12 +344,12 @@ def direction_and_choice(epsilon: float, delta: float) -> Parts:
         walk.module()
 
     rule = FewRounds(epsilon, delta, 10, 1, bounded=True, kinds=2)
-    pull, more = math.ceil(4 * rule.noise_multiplier), math.ceil(5 / curves.bounded_range_within(rule.length_mu))
+    pull, more = math.ceil(4 * rule.noise_multiplier), math.ceil(5 / curves.bounded_range_within(rule.choice_mu))
     base = [(1.0, 4.0)] * pull + [(1.0, 0.0)] * (pull + more)
     return Parts("direction, choice", rule, base, (1.0, -0.75), law, once, size=pull)
 
 
-_ALL = (metric, bound_and_direction, two_directions, direction_and_length, direction_and_choice)
+_ALL = (metric, bound_and_direction, two_directions, bound_and_loss, direction_and_choice)
 
 
 def audit_learned(epsilon: float = 1.0, delta: float = 1e-5) -> Report:

@@ -92,19 +92,6 @@ class _KeptBooks(Books):
         return self.answers[event.what]
 
 
-class _KeptQuestions(Questions):
-    """Questions that keep what clipped sums were asked for, so that they can be asked for again."""
-
-    kept: tuple[Any, ...] = ()
-
-    def clipped_sums(
-        self, what: str, numbers: Sequence[Tensor], quantile: float, factor: float, mu: float
-    ) -> tuple[Tensor, Tensor]:
-        """The sums, and their deviations."""
-        self.kept = (what, numbers, quantile, factor, mu)
-        return super().clipped_sums(*self.kept)
-
-
 class Side:
     """One of two data sets, and learned rounds over it, whose noise is told.
 
@@ -127,7 +114,7 @@ class Side:
         books = ExpMQuadEngine(distributed=False).books()
         self.books = _KeptBooks(books.accountant, books.adjacency, _ToldNoise(script=self.script), books.ranks, charged)
         self.rounds = LearnedRounds(self.loader, measurement, rule.epsilon, rule.delta, self.books)
-        self.questions = _KeptQuestions(self.books, rule.epsilon, rule.delta, size)
+        self.questions = Questions(self.books, rule.epsilon, rule.delta, size)
         self.bench = Workbench(model, measurement)
         looks.prepare(self.bench, self.loader)
         self._count = len(records)
@@ -142,9 +129,9 @@ class Side:
         for taken in itertools.product([True] if rate == 1 else [False, True], repeat=self._count):
             yield taken, rate ** sum(taken) * (1 - rate) ** (self._count - sum(taken))
 
-    def walk(self, bound: float, guess: float = 1.0, rule: Rule | None = None) -> Walk:
+    def walk(self, bound: float, guess: float = 1.0) -> Walk:
         """A walk at its start."""
-        return Walk(self.bench, self.loader, self.questions, self.rule if rule is None else rule, bound, guess)
+        return Walk(self.bench, self.loader, self.questions, self.rule, bound, guess, rate=2.0)
 
     def step(self, walk: Walk, sample: Sample, normal: float) -> float:
         """Where a step with this sample and this noise leads, in one dimension."""
@@ -168,13 +155,11 @@ class FewRounds(Rule):
         count: T.
         share: q.
         kinds: how many kinds of parts there are; each costs μ/√kinds, and the steps cost what is left.
-        measured: whether a length is measured after the first step.
     """
 
     count: int = 1
     share: float = 1.0
     kinds: int = 1
-    measured: bool = False
 
     @property
     def steps(self) -> int:
@@ -187,28 +172,18 @@ class FewRounds(Rule):
         return self.share
 
     @property
-    def rate(self) -> float:
-        """η."""
-        return 2.0
-
-    @property
-    def marks(self) -> tuple[int, ...]:
-        """After how many steps a length is measured."""
-        return (1,) if self.measured else ()
-
-    @property
     def part(self) -> float:
         """What each kind of part may cost, in Gaussian terms."""
         return self.mu / math.sqrt(self.kinds)
 
     @property
     def metric_mu(self) -> float:
-        """Of the factors together."""
+        """Of the factors and the shares together."""
         return self.part
 
     @property
     def scale_mu(self) -> float:
-        """Of each layer's scale."""
+        """Of the curvature of all layers."""
         return self.part
 
     @property
@@ -217,8 +192,13 @@ class FewRounds(Rule):
         return self.part
 
     @property
-    def length_mu(self) -> float:
-        """Of each length, and of the choice."""
+    def loss_mu(self) -> float:
+        """Of a bound of the losses, and of their sum."""
+        return self.part
+
+    @property
+    def choice_mu(self) -> float:
+        """Of the choice."""
         return self.part
 
     @cached_property

@@ -9,7 +9,8 @@ more than that of a layer with four positions. Both are divided by their Frobeni
 
 are positive semi-definite with trace 1, and the sums over records need no bound: one record more or less moves the sum
 of A_i by a matrix of Frobenius norm at most 1, whatever the record holds, and the same for B_i. What the division takes away
-is measured apart: h_i = |bᵀa|², before it, has the trace of the layer's Gauss-Newton matrix as its mean.
+is measured apart: h_i = |bᵀa|², before it, has the trace of the layer's Gauss-Newton matrix as its mean. What part of a
+record's curvature is whose layer's is a vector of norm at most 1 as well, and its sum needs no bound either.
 
 **Privacy:** sums and traces are private where the records are.
 """
@@ -45,6 +46,12 @@ class FactorSums(PrivateValues):
     outputs: list[Tensor]
     traces: Tensor
 
+    @property
+    def shares(self) -> Tensor:
+        """Σ_i h_i/|h_i|₁, by blocks: a record's part in it has a norm of at most 1, and of 0 where it has no curvature."""
+        scaled = self.traces / self.traces.amax(1, keepdim=True)  # so that no sum overflows
+        return (scaled / scaled.sum(1, keepdim=True) * _MARGIN).nan_to_num(0.0).sum(0)
+
 
 def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
     """The layers of a module that are matrices and of which something is trainable, in the order of the module.
@@ -55,8 +62,10 @@ def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
     named = {id(p): name for name, p in module.named_parameters()}
     users: dict[int, int] = {}
     for layer in module.modules():
+        below = {id(p) for inner in layer.modules() if inner is not layer for p in inner.parameters(recurse=False)}
         for p in layer.parameters(recurse=False):
-            users[id(p)] = users.get(id(p), 0) + 1
+            if id(p) not in below:  # Opacus's LSTM names its layers' parameters as its own
+                users[id(p)] = users.get(id(p), 0) + 1
 
     def place(p: Tensor | None) -> int | None:
         return None if p is None or users.get(id(p)) != 1 else starts.get(named.get(id(p), ""))
@@ -71,6 +80,13 @@ def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
             inputs = 0 if weight is None else matrix[0].numel()
             found[layer] = Block(matrix.shape[0], inputs, weight, bias)
     return found
+
+
+def random_cotangent(criterion: Criterion, outputs: Tensor, targets: Tensor, random: np.random.Generator) -> Tensor:
+    """Mz of every record, MMᵀ = ∇²_f ℓ and z ~ N(0, I)."""
+    _, factor = at_outputs(criterion, outputs, targets)
+    z = torch.from_numpy(random.standard_normal((*factor.shape[:-2], factor.shape[-1], 1))).to(factor)
+    return (factor @ z)[..., 0].to(outputs.dtype)
 
 
 def factor_sums(
@@ -95,9 +111,7 @@ def factor_sums(
         inputs, targets = padded(inputs, targets, pad_to)
 
         def probe(outputs: Tensor, targets: Tensor = targets) -> Tensor:
-            _, factor = at_outputs(criterion, outputs, targets)
-            z = torch.from_numpy(random.standard_normal((*factor.shape[:-2], factor.shape[-1], 1))).to(factor)
-            return (factor @ z)[..., 0].to(outputs.dtype)
+            return random_cotangent(criterion, outputs, targets, random)
 
         for layer, piece, pairs in source.layer_pairs(inputs, probe):
             if layer not in order:

@@ -1,4 +1,4 @@
-"""What a private loader shows of a workbench's model beside its gradients: losses, and quadratics in a small span.
+"""What a private loader shows of a workbench's model beside its gradients: curvature, norms, losses and errors.
 
 **Privacy:** everything here is private, one number or a few for every record; see who calls it for what is released.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
-from opacus_expm.gathering.factors import FactorSums, factor_sums
+from opacus_expm.gathering.factors import FactorSums, factor_sums, random_cotangent
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
-from opacus_expm.gathering.model import ran_out_of_memory
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SpanQuadratics(PrivateValues):
-    """g′ (n, s) and H′ (n, s, s) of every record in the span of s directions; private."""
-
-    gradients: Tensor
-    curvatures: Tensor
 
 
 def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
@@ -67,6 +56,22 @@ def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generat
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
         return factor_sums(source, bench.blocks(), loss, stream, bench.pieces.padded(loader), random)
+
+    return bench.in_memory(once, loader, "loader")
+
+
+def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> Array:
+    """|JᵀMz|² of every record, z ~ N(0, I) from ``random``: in the mean the trace of its Gauss-Newton matrix JᵀMMᵀJ."""
+
+    def once() -> Array:
+        pad_to = bench.pieces.padded(loader)
+        found = []
+        for inputs, targets in bench.begin(loader, "loader"):
+            filled, repeated = padded(inputs, targets, pad_to)
+            outputs, pullback = bench.prepared[0].outputs_and_pullback(filled)
+            rows = pullback(random_cotangent(bench.prepared[1], outputs, repeated, random)[:, None])
+            found.append(rows[: len(targets), 0].double().square().sum(1).cpu())
+        return torch.cat(found).nan_to_num(0.0, 0.0, 0.0).numpy()
 
     return bench.in_memory(once, loader, "loader")
 
@@ -156,49 +161,3 @@ def gains(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor], m
     values = losses(bench, loader, places)
     found: Array = (values[:, :1] - values).nan_to_num(-most, most, -most).clamp(-most, most).sum(0).numpy()
     return found
-
-
-def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
-    """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
-
-    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian.
-    A record whose gradient or matrix is not finite has zeros in both.
-    """
-
-    def once() -> SpanQuadratics:
-        bench.move(place)
-        gradients, curvatures = [], []
-        pad_to = bench.pieces.padded(loader)
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
-            outputs, rows = _products(bench, filled, directions)
-            gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
-            rows = rows.double()  # J along the directions (B, …, m, s)
-            g = (gradient[..., None] * rows).flatten(1, -2).sum(1)
-            b = (factor.transpose(-1, -2) @ rows).flatten(1, -2)  # J → B = MᵀJ, whose square is H′
-            g, h = g[: len(targets)], (b.transpose(1, 2) @ b)[: len(targets)]
-            sound = g.isfinite().all(1) & h.isfinite().flatten(1).all(1)
-            gradients.append(torch.where(sound[:, None], g, 0.0).cpu())
-            curvatures.append(torch.where(sound[:, None, None], h, 0.0).cpu())
-        return SpanQuadratics(torch.cat(gradients), torch.cat(curvatures))
-
-    return bench.in_memory(once, loader, "loader")
-
-
-def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (B, …) and their derivatives along each direction (B, …, s)."""
-    source = bench.prepared[0]
-    columns = directions.to(bench.device, bench.dtype).unbind(1)
-    if isinstance(source, ProjectedGradSampleModule):
-        lifted = [bench.map.lift(column) for column in columns]
-        tangents = [{name: v[place].view(shape) for name, shape, place in bench.layout.slices()} for v in lifted]
-        try:
-            return source.outputs_and_products(inputs, tangents)
-        except (NotImplementedError, RuntimeError) as error:
-            if ran_out_of_memory(error):
-                raise  # otherwise an operation of the model has no forward mode: its rows serve as well
-    outputs, pullback = source.outputs_and_pullback(inputs)
-    count = outputs[0].numel()
-    every = torch.eye(count, dtype=outputs.dtype, device=outputs.device).view(count, *outputs.shape[1:])
-    rows = pullback(every.expand(len(outputs), *every.shape)) @ torch.stack(columns, dim=1)
-    return outputs, rows.view(*outputs.shape, -1)

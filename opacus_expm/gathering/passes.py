@@ -36,7 +36,6 @@ from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.independence import synthetic_outputs
-from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
@@ -301,11 +300,6 @@ class Workbench:
     def blocks(self) -> dict[nn.Module, Block]:
         """The layers of the working copy that are matrices, which a metric can have factors for."""
         return blocks_of(self._working, self.layout)
-
-    def last_moves(self) -> bool:
-        """Whether something is trainable in the last of the layers that are matrices, in the order of the module."""
-        layers = [layer for layer in self._working.modules() if is_matrix(layer)]
-        return bool(layers) and layers[-1] in self.blocks()
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:

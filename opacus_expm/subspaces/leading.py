@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from scipy.optimize import brentq
 
 from opacus_expm.subspaces.base import Projection, PublicRows
+from opacus_expm.subspaces.metric import damping_of
 from opacus_expm.subspaces.preconditioned import DAMPING, PublicCurvature
 from opacus_expm.subspaces.stiefel import Columns
 
@@ -43,12 +43,13 @@ class Leading:
         least = DAMPING * float(values[0])
         if least <= 0:
             raise ValueError("public_loader's records have no curvature: leave public_loader out")
+        return cls(curvature, damping_of(values, dimensions, least))
 
-        def excess(damping: float) -> float:
-            return float((values / (values + damping)).sum()) - dimensions
-
-        most = float(values.sum()) / dimensions  # where excess is negative: h/(h + h₀) < h/h₀
-        return cls(curvature, least if excess(least) <= 0 else float(brentq(excess, least, most, rtol=1e-6)))
+    @property
+    def dimensions(self) -> float:
+        """Σ h/(h + h₀)."""
+        values = self.curvature.eigenvalues.double().clamp(min=0)
+        return float((values / (values + self.damping)).sum())
 
     def learned(self, public: PublicRows) -> Leading:
         """Nothing is left to be learned."""

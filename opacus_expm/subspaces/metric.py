@@ -2,9 +2,11 @@
 
 A layer with weight W (outputs × inputs) and bias b is seen as one matrix [W b]. With symmetric factors K_B (outputs) and
 K_A (inputs and the constant), its gradient G is measured as K_B G K_A, and a coordinate U of the layer moves its
-parameters by K_B U K_A. With K_A = (A + damping)^{−½} and K_B = (B + damping)^{−½}, where A and B are second moments of
-the layer's inputs and of the gradients at its outputs, this is the metric of K-FAC (Martens and Grosse 2015): gradients
-are clipped and noised in units in which all directions curve alike. O(Σ(d_in² + d_out²)) memory, never p × rank.
+parameters by K_B U K_A. Let A and B be second moments of the layer's inputs and of the gradients at its outputs, with trace
+1, and h the trace of its curvature, which is about h·A ⊗ B (K-FAC, Martens and Grosse 2015). With K_A = (I + A/δ_A)^{−½} and
+K_B = (I + B/δ_B)^{−½}, δ_Aδ_B = h₀/h, a direction that curves by less than h₀ keeps the parameters' own units, and others
+are measured in units in which they curve by about h₀. So h₀ says how many dimensions take part: those whose noise matters.
+Parameters outside the blocks keep their own units too. O(Σ(d_in² + d_out²)) memory, never p × rank.
 
 **Privacy:** the factors are public, or were released with noise and charged (``opacus_expm.learned``). Clipping comes after
 the map, so the guarantee does not depend on them.
@@ -12,11 +14,13 @@ the map, so the guarantee does not depend on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from opacus_expm.subspaces.base import Projection, PublicRows, table
@@ -68,6 +72,39 @@ class Block:
             rows[..., self.bias : self.bias + self.outputs] = matrix[..., -1]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum:
+    """Eigenvalues and eigenvectors of a positive semi-definite matrix."""
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, edge: float) -> Spectrum:
+        """Of a matrix with trace 1 that has noise: eigenvalues below the noise's edge are taken to be equal."""
+        values, vectors = torch.linalg.eigh(matrix)
+        seen = values > edge
+        rest = max(0.0, 1 - float(values[seen].sum())) / max(1, int((~seen).sum()))
+        return cls(torch.where(seen, values, rest), vectors)
+
+    def root(self, damping: float) -> Tensor:
+        """(I + M/damping)^{−½}."""
+        found: Tensor = (self.vectors * (1 + self.values / damping).rsqrt()) @ self.vectors.T
+        return found
+
+
+def damping_of(values: Tensor, dimensions: float, least: float) -> float:
+    """h₀ for which Σ h/(h + h₀), the number of dimensions that take part, is as asked; no less than ``least`` > 0."""
+
+    def excess(logarithm: float) -> float:
+        return float((values / (values + math.exp(logarithm))).sum()) - dimensions
+
+    if excess(math.log(least)) <= 0:
+        return least
+    most = math.log(float(values.sum()) / dimensions)  # where excess is negative: h/(h + h₀) < h/h₀
+    return math.exp(float(brentq(excess, math.log(least), most, rtol=1e-9)))
+
+
 @dataclass(frozen=True, eq=False)
 class Metric:
     """A recipe for a metric of known factors, over the full space.
@@ -83,6 +120,27 @@ class Metric:
     kind: str = field(default="metric", init=False, repr=False)
     needs_public_data: bool = field(default=False, init=False, repr=False)
     private_curvature: bool = field(default=False, init=False, repr=False)
+
+    @classmethod
+    def damped(
+        cls, blocks: tuple[Block, ...], spectra: Sequence[tuple[Spectrum, Spectrum]], traces: Sequence[float], h0: float
+    ) -> Metric:
+        """The metric in which directions that curve by less than h₀ keep the parameters' own units.
+
+        The damping is dealt to both factors in proportion to their largest eigenvalues, after Martens and Grosse (2015).
+
+        Args:
+            blocks: layers with factors.
+            spectra: (A, B) of each block.
+            traces: h of each block; one of 0 keeps its own units.
+            h0: h₀.
+        """
+        roots = []
+        for (a, b), trace in zip(spectra, traces, strict=True):
+            share = math.sqrt(h0 / trace) if trace > 0 else math.inf
+            balance = math.sqrt(float(a.values.max() / b.values.max()))
+            roots.append((a.root(share * balance), b.root(share / balance)))
+        return cls(blocks, tuple(roots))
 
     def learned(self, public: PublicRows) -> Metric:
         """Nothing is to be learned."""
