@@ -209,7 +209,7 @@ def test_it_improves_on_the_start_where_much_may_be_spent():
 
     engine = ExpMQuadEngine(noise_generator=np.random.default_rng(0))
     found = _released(model, _loader(1000), engine, epsilon=10.0)
-    assert loss(found) < 0.2 * loss(model)
+    assert loss(found) < 0.5 * loss(model)
 
 
 def test_a_model_that_hooks_cannot_serve_has_no_metric():
