@@ -65,3 +65,12 @@ def one_of(name: str, value: object, options: Collection[str]) -> str:
     if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
     return value
+
+
+def left_out(**arguments: object) -> None:
+    """Nothing was given that has no meaning without a radius."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{given[0]} has no meaning without radius=: learned rounds find it by themselves; leave it out, or pass radius="
+        )

@@ -73,16 +73,10 @@ def dp_sgd(
 
     **Privacy:** (ε, δ)-DP under adding or removing one record, as Opacus accounts for it (without its secure mode).
     """
-    check_module(model)
-    _check.positive("learning_rate", learning_rate)
+    x, y, threads = _checked(model, dataset, criterion, learning_rate, batch_size, epochs)
     _check.positive("max_grad_norm", max_grad_norm)
-    _check.positive_int("batch_size", batch_size)
-    _check.positive_int("epochs", epochs)
     _check.fraction("momentum", momentum)
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
-    check_criterion(criterion)
-    x, y = tensors("dataset", dataset)
-    threads = Threads.of(model, x[:1])
     loader = rows_loader(x, y, batch_size)
     steps_per_epoch = len(loader)
     noise_multiplier = calibrated_noise(epsilon, delta, steps_per_epoch, epochs)
@@ -114,6 +108,19 @@ def dp_sgd(
     return _with_weights_of(model, trained)
 
 
+def _checked(
+    model: nn.Module, dataset: Dataset[Any], criterion: nn.Module, learning_rate: float, batch_size: int, epochs: int
+) -> tuple[Tensor, Tensor, Threads]:
+    """What both ways of training are given, checked: inputs and targets, and threads that suit them."""
+    check_module(model)
+    _check.positive("learning_rate", learning_rate)
+    _check.positive_int("batch_size", batch_size)
+    _check.positive_int("epochs", epochs)
+    check_criterion(criterion)
+    x, y = tensors("dataset", dataset)
+    return x, y, Threads.of(model, x[:1])
+
+
 def non_private(
     model: nn.Module,
     dataset: Dataset[Any],
@@ -128,13 +135,7 @@ def non_private(
 
     **Privacy:** none.
     """
-    check_module(model)
-    _check.positive("learning_rate", learning_rate)
-    _check.positive_int("batch_size", batch_size)
-    _check.positive_int("epochs", epochs)
-    check_criterion(criterion)
-    x, y = tensors("dataset", dataset)
-    threads = Threads.of(model, x[:1])
+    x, y, threads = _checked(model, dataset, criterion, learning_rate, batch_size, epochs)
     trained = copy.deepcopy(model).train()
     device = next(trained.parameters()).device
     with _own_generators(seed), threads.shared(batch_size):

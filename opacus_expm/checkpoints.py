@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opacus_expm import _files
+from opacus_expm._warnings import warn
 from opacus_expm.accounting.accountant import ExpMAccountant
 from opacus_expm.gathering.model import tensor_digest
 
@@ -48,6 +50,34 @@ def load(path: str | os.PathLike[str], module: nn.Module, accountant: ExpMAccoun
         # torch fails in many ways on weights that are none
         raise ValueError(f"{os.fspath(path)!r} does not fit this module or ledger: {error}") from error
     return content
+
+
+class Given:
+    """What an engine gave out, as digests of weights, and how many of the ledger's charges were for it."""
+
+    def __init__(self) -> None:
+        self._weights: set[str] = set()
+        self._paid = 0
+
+    def giving(self, make: Callable[[], nn.Module], accountant: ExpMAccountant) -> nn.Module:
+        """What ``make`` gives, remembered with what it cost."""
+        before = len(accountant)
+        module = make()
+        self._paid += len(accountant) - before
+        self.remember(module)
+        return module
+
+    def remember(self, module: nn.Module) -> None:
+        """Know these weights from now on."""
+        self._weights.add(weights_digest(module))
+
+    def check(self, module: nn.Module, accountant: ExpMAccountant) -> None:
+        """Warn where a module cannot be what the ledger was charged for: all charges are for others."""
+        if self._paid == len(accountant) and weights_digest(module) not in self._weights:
+            warn(
+                "module does not have the weights of a release of this engine, so that the ledger beside it does not say "
+                "what they cost: save what make_private_expm() gave, unless you changed it since without private data"
+            )
 
 
 def weights_digest(module: nn.Module) -> str:

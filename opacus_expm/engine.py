@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -21,19 +20,19 @@ from opacus_expm.bounds import Bounds
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_module, standard
-from opacus_expm.gathering.ranks import Ranks, described
+from opacus_expm.gathering.ranks import Ranks
 from opacus_expm.gathering.rows import GradSampleMode, GradSampling
 from opacus_expm.gathering.statistics import Statistics
 from opacus_expm.gathering.views import Views
+from opacus_expm.gatherings import gathered
 from opacus_expm.learned import LearnedRounds
-from opacus_expm.looped import LoopedRounds
+from opacus_expm.looped import LoopRequest, check_loop
 from opacus_expm.mechanism.calibration import allowances
 from opacus_expm.mechanism.sampling import Exact
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Adjacency
 from opacus_expm.noise import Noise
-from opacus_expm.public import taught
 from opacus_expm.pure import PureRounds
-from opacus_expm.rounds import Budget, Plan, Rounds, check_subspace, ready, release
+from opacus_expm.rounds import Budget, Plan, Rounds, release
 from opacus_expm.subspaces import Subspace, SubspaceName
 
 
@@ -96,8 +95,7 @@ class ExpMQuadEngine(NotCopied):
         self.noise = Noise(noise_generator, bool(secure_mode))
         self.accountant = ExpMAccountant(budget=budget, ledger_path=ledger_path) if given is None else given
         self._distributed = distributed
-        self._given: set[str] = set()  # digests of the weights that this engine gave out
-        self._paid = 0  # charges for them
+        self._given = checkpoints.Given()
 
     def __repr__(self) -> str:
         secure = ", secure_mode=True" if self.secure_mode else ""
@@ -183,19 +181,13 @@ class ExpMQuadEngine(NotCopied):
         """
         books = self.books()
         with books.together():
-            model = standard(model)
+            model, subspace = standard(model), subspaces.named(projection)
+            sampling = GradSampling.named(grad_sample_mode)
             measurement = Measurement(
-                subspaces.named(projection),
-                proj_dim,
-                criterion=criterion,
-                grad_sampling=GradSampling.named(grad_sample_mode),
-                views=views,
-                nominal_size=nominal_size,
-                max_physical_batch_size=max_physical_batch_size,
-                progress=progress,
+                subspace, proj_dim, criterion, sampling, views, nominal_size, max_physical_batch_size, progress
             )
             if radius is None:
-                _check_left_out(
+                _check.left_out(
                     proj_dim=proj_dim,
                     max_grad_norm=max_grad_norm,
                     max_curvature=max_curvature,
@@ -209,7 +201,7 @@ class ExpMQuadEngine(NotCopied):
                     return self._giving(lambda: pure.run(check_module(model)))
                 learned = LearnedRounds(loader, measurement, epsilon, delta, books, public_loader=public_loader)
                 return self._giving(lambda: learned.run(check_module(model)))
-            bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
+            bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
             books.same(lambda: plan.facts(check_module(model), loader))
             return self._giving(lambda: Rounds(plan, loader, books).run(check_module(model)))
@@ -309,7 +301,7 @@ class ExpMQuadEngine(NotCopied):
         are private, and have no value.
         """
         books = self.books()
-        _check_loop(books, noise_generator)
+        check_loop(books, noise_generator)
         module, optimizer, loss, data_loader = swap.originals(module, optimizer, criterion, data_loader)
         named = grad_sample_mode if isinstance(grad_sample_mode, str) else None
         protocol = swap.Protocol(batch_first, loss_reduction, poisson_sampling, clipping, named, wrap_model)
@@ -319,21 +311,19 @@ class ExpMQuadEngine(NotCopied):
         measurement = Measurement(
             subspace, proj_dim, loss, sampling, views, nominal_size, max_physical_batch_size, progress
         )
-        asked = _loop_request(target_epsilon, target_delta, epochs)
-        # Batches come one by one: the size of a piece cannot be read off the loader they come from.
-        pieces = loaders.Pieces(max_physical_batch_size or loaders.batch_size(data_loader))
-        earlier = swap.unfinished(module)
-        rounds: swap.Rounds
+        request = LoopRequest(
+            target_epsilon, target_delta, epochs, radius, regularization, max_grad_norm, max_curvature
+        )
         if radius is None:
-            left_out = {"proj_dim": proj_dim, "max_curvature": max_curvature or None, "regularization": regularization}
             recipe = None if projection == "sparse" else projection
-            _check_left_out(**left_out, projection=recipe, public_loader=public_loader)
-            rounds = LoopedRounds.of(data_loader, measurement, *asked, books, pieces=pieces, instead_of=earlier)
-        else:
-            bounds = _loop_bounds(max_grad_norm, max_curvature, measurement, public_loader, data_loader)
-            budget = Budget.of(target_epsilon, target_delta, radius, regularization, epochs)
-            plan = Plan(budget, bounds, measurement, public_loader)
-            rounds = Rounds(plan, data_loader, books, pieces=pieces, instead_of=earlier)
+            _check.left_out(
+                proj_dim=proj_dim,
+                max_curvature=max_curvature or None,
+                regularization=regularization,
+                projection=recipe,
+                public_loader=public_loader,
+            )
+        rounds = request.rounds(data_loader, measurement, books, public_loader, instead_of=swap.unfinished(module))
         return swap.stand_ins(module, optimizer, loss, data_loader, rounds, ghost=protocol.ghost)
 
     def make_private(
@@ -410,44 +400,20 @@ class ExpMQuadEngine(NotCopied):
         books = self.books()
         with books.together():
             model, subspace = standard(model), subspaces.named(projection)
+            sampling = GradSampling.named(grad_sample_mode)
             measurement = Measurement(
-                subspace,
-                proj_dim,
-                criterion=criterion,
-                grad_sampling=GradSampling.named(grad_sample_mode),
-                views=views,
-                nominal_size=nominal_size,
-                max_physical_batch_size=max_physical_batch_size,
-                progress=progress,
+                subspace, proj_dim, criterion, sampling, views, nominal_size, max_physical_batch_size, progress
             )
-            bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
-            check_subspace(subspace, public_loader)
-            if private_checkpoint is not None and subspace.seed is None:
-                raise ValueError(
-                    "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one "
-                    "subspace"
-                )
-
-            def facts(measured: Measurement) -> dict[str, object]:
-                known = {"model": described(check_module(model)), "epsilon": epsilon, **vars(bounds)}
-                return {**known, **measured.facts(), "public_loader": described(public_loader)}
-
-            books.same(lambda: {"loader": described(loader), **facts(measurement)})
-            if public_loader is not None:  # before anything is measured on it
-                loaders.check_public(public_loader, loaders.check_loader(loader))
-            gathering = ready(
+            return gathered(
                 model,
                 loader,
-                replace(measurement, subspace=taught(model, measurement, public_loader, books.ranks)),
-                bounds,
+                measurement,
+                Bounds.of(max_grad_norm, max_curvature, subspace),
                 books,
                 public_loader=public_loader,
                 epsilon=epsilon,
+                private_checkpoint=private_checkpoint,
             )
-            if private_checkpoint is None:
-                return gathering.over(loader)
-            kept = gathering.file(private_checkpoint, loader, facts(gathering.bench.measurement))
-            return gathering.over(loader, kept=kept)
 
     def release(
         self,
@@ -513,12 +479,8 @@ class ExpMQuadEngine(NotCopied):
         )
 
     def _giving(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` gives, remembered as this engine's, with what it cost."""
-        before = len(self.accountant)
-        module = make()
-        self._paid += len(self.accountant) - before
-        self._given.add(checkpoints.weights_digest(module))
-        return module
+        """What ``make`` gives, remembered as this engine's."""
+        return self._given.giving(make, self.accountant)
 
     def simulate(
         self,
@@ -570,11 +532,7 @@ class ExpMQuadEngine(NotCopied):
             module: a private module.
             checkpoint_dict: further entries of the user's own.
         """
-        if self._paid == len(self.accountant) and checkpoints.weights_digest(module) not in self._given:
-            warn(
-                "module does not have the weights of a release of this engine, so that the ledger beside it does not say "
-                "what they cost: save what make_private_expm() gave, unless you changed it since without private data"
-            )
+        self._given.check(module, self.accountant)
         checkpoints.save(path, module, self.accountant, checkpoint_dict)
 
     def load_checkpoint(self, *, path: str | os.PathLike[str], module: nn.Module) -> dict[str, Any]:
@@ -590,7 +548,7 @@ class ExpMQuadEngine(NotCopied):
             ValueError: the file is no such checkpoint, or its ledger lacks charges; module and ledger are unchanged.
         """
         entries = checkpoints.load(path, module, self.accountant)
-        self._given.add(checkpoints.weights_digest(module))
+        self._given.remember(module)
         return entries
 
     def validate(
@@ -622,54 +580,6 @@ class ExpMQuadEngine(NotCopied):
         except (TypeError, ValueError):
             return False
         return True
-
-
-def _check_left_out(**arguments: object) -> None:
-    """Refuse arguments that have no meaning without a radius."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"{given[0]} has no meaning without radius=: learned rounds find it by themselves; leave it out, or pass radius="
-        )
-
-
-def _check_loop(books: Books, noise_generator: object) -> None:
-    """Refuse a training loop on several ranks, and noise that is not the engine's."""
-    if books.ranks.count > 1:
-        raise ValueError(
-            "make_private_with_epsilon steers a training loop in one process, and torch.distributed has several: call "
-            "make_private_expm(..., rounds=...) on every rank, or use ExpMQuadEngine(distributed=False) in one of them"
-        )
-    if noise_generator is not None:
-        raise ValueError(
-            "noise_generator belongs to the engine: ExpMQuadEngine(noise_generator=...), for tests and simulations only"
-        )
-
-
-def _loop_request(target_epsilon: float, target_delta: float, epochs: int) -> tuple[float, float, int]:
-    """What a loop asks for, checked under the names that Opacus has for it."""
-    _check.positive("target_epsilon", target_epsilon)
-    _check.fraction("target_delta", target_delta)
-    return target_epsilon, target_delta, _check.positive_int("epochs", epochs)
-
-
-def _loop_bounds(
-    max_grad_norm: float | None,
-    max_curvature: float | None,
-    measurement: Measurement,
-    public_loader: DataLoader[Any] | None,
-    data_loader: DataLoader[Any],
-) -> Bounds:
-    """The bounds of a loop with a radius: given, or to be measured on public data."""
-    if public_loader is not None:
-        loaders.check_public(public_loader, data_loader, "data_loader")
-    bounds = Bounds.of(max_grad_norm, max_curvature, measurement.subspace)
-    if bounds.missing and public_loader is None:
-        raise ValueError(
-            f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop with radius= has no "
-            "pass over the private data in which it could be bought; make_private_expm has, and a loop without radius="
-        )
-    return bounds
 
 
 def _facts(statistics: object) -> dict[str, object]:

@@ -729,10 +729,6 @@ def audit_of_a_metric_and_a_scale():
     assert_sound(adaptive.metric)
 
 
-def audit_of_a_direction_and_a_choice():
-    assert_sound(adaptive.direction_and_choice)
-
-
 def assert_sound(parts):
     """At the δ of the plan, no more is found than the ledger states."""
     findings = parts(1.0, 1e-5).findings((1e-5,))
@@ -813,15 +809,6 @@ def _run_not_charged(patch):
         return draw() if what == "directions" else right(self, what, draw, like, **costs)
 
     patch.setattr(Questions, "ask", wrong)
-
-
-def _half_of_the_width_of_the_choice(patch):
-    right = Questions.choice
-
-    def wrong(self, what, logits, epsilon):
-        return right(self, what, 2 * logits - learned._RELUCTANCE, epsilon)
-
-    patch.setattr(Questions, "choice", wrong)
 
 
 @dataclass(frozen=True)
@@ -1268,7 +1255,6 @@ DEFECTS += (
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
     Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
     Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),
-    Defect("a choice over half of its width", _half_of_the_width_of_the_choice, audit_of_a_direction_and_a_choice),
     Defect("half of the symmetric noise, by the joint law", _half_symmetric, audit_of_a_metric_and_a_scale),
     Defect("a scale read off the data", _bound_off_the_data, audit_of_a_metric_and_a_scale),
     Defect("half of the noise of directions", _less_noise, directions_have_their_noise),

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from odd_records import ODD, neighbours, tensors
 from small_problem import Stream, Untouchable, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,13 +33,8 @@ def _model(outputs=1):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
 
 
-def _tensors(records=RECORDS):
-    x = torch.randn(records, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x, x.sum(1, keepdim=True) + 2
-
-
 def _loader(records=RECORDS, **options):
-    return DataLoader(TensorDataset(*_tensors(records)), batch_size=64, **options)
+    return DataLoader(TensorDataset(*tensors(records)), batch_size=64, **options)
 
 
 def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
@@ -113,7 +109,7 @@ def test_the_model_that_came_is_untouched_and_a_plain_one_comes_back():
 
 
 def test_it_improves_on_the_start():
-    model, (x, y) = _model(), _tensors(2000)
+    model, (x, y) = _model(), tensors(2000)
 
     def loss(module):
         return float((module(x) - y).square().mean().detach())
@@ -231,7 +227,7 @@ def test_refused(engine, options, message):
 def test_a_faint_signal_is_said_in_public_numbers():
     said = []
     for scale in (1, 9):
-        data = DataLoader(TensorDataset(*(scale * t for t in _tensors(40))), batch_size=64)
+        data = DataLoader(TensorDataset(*(scale * t for t in tensors(40))), batch_size=64)
         with pytest.warns(
             UserWarning, match=r"with 40 records and epsilon=0.5 .*n·ε = 20, reliable from 500"
         ) as caught:
@@ -266,28 +262,11 @@ class Parts:
         self.rounds._questions.ask = spy
 
 
-ODD = {
-    "plain": (1.0, 0.5),
-    "far": (30.0, -1e4),
-    "huge": (1e160, 1e160),
-    "inf": (math.inf, 1.0),
-    "nan": (1.0, math.nan),
-    "zero": (0.0, 0.0),
-}
-
-
-def _neighbours(name):
-    x, y = _tensors(6)
-    a, b = ODD[name]
-    more = torch.full((1, 3), a, dtype=torch.float64), torch.full((1, 1), b, dtype=torch.float64)
-    return (x, y), (torch.cat([x, more[0]]), torch.cat([y, more[1]]))
-
-
 @pytest.mark.parametrize("name", ODD)
 def test_a_direction_is_shifted_by_at_most_its_bound(name, monkeypatch):
     monkeypatch.setattr(pure, "isotropic_noise", lambda dim, _: np.zeros(dim))
     sums = []
-    for data in _neighbours(name):
+    for data in neighbours(name):
         parts = Parts(*data)
         parts.rounds._direction(parts.bench, parts.rule, BOUND)
         ((costs, answer),) = parts.answers
@@ -302,7 +281,7 @@ def test_the_noise_of_a_direction_is_what_its_cost_says(monkeypatch):
     found = []
     for level in (0.0, 1.0):
         monkeypatch.setattr(pure, "isotropic_noise", lambda dim, _, level=level: np.full(dim, level))
-        parts = Parts(*_tensors(6))
+        parts = Parts(*tensors(6))
         unit = parts.rounds._direction(parts.bench, parts.rule, BOUND)
         ((_, answer),) = parts.answers
         assert torch.allclose(unit, answer / answer.norm(), rtol=1e-12)
@@ -321,7 +300,7 @@ def test_choices_have_their_ranges(name, monkeypatch):
         return 0
 
     monkeypatch.setattr(Noise, "choose", choose)
-    for data in _neighbours(name):
+    for data in neighbours(name):
         parts = Parts(*data)
         direction = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
         places = [t * direction for t in (0.0, -8.0, -0.5, 0.5, 8.0)]

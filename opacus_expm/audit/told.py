@@ -62,6 +62,10 @@ class Script:
         """Uniform numbers."""
         return self.uniforms[:count]
 
+    def spawn(self, count: int) -> list[Script]:
+        """The script itself, from which all of them read on."""
+        return [self] * count
+
 
 @dataclass(frozen=True)
 class _ToldNoise(Noise):
@@ -70,7 +74,7 @@ class _ToldNoise(Noise):
     script: Script = field(default_factory=Script, repr=False)
 
     def source(self) -> np.random.Generator:
-        """The script, which has the two methods of a generator that learned rounds use."""
+        """The script, which has those methods of a generator that learned rounds use."""
         return cast(np.random.Generator, self.script)
 
     def choose(self, logits: Array) -> int:

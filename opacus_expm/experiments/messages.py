@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -50,9 +50,7 @@ def sms_head(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 2
     """
     texts, labels, parts = _messages(seed, data_dir, records)
     ids, mask = _tokens(texts, _HEAD_LENGTH)
-    facts = {"task": "sms", "recipe": 1, "encoder": _published()}
-    content = (tensor.numpy().tobytes() for tensor in (ids, mask))
-    features = computed_once(lambda: _features(_encoder(), ids, mask), len(texts), content, facts)
+    features = _computed_once("sms", lambda: _features(_encoder(), ids, mask), ids, mask)
     public, private, test = (TensorDataset(features[part], labels[part]) for part in parts)
     head = _fitted_head(public)
     return Task(head, public, private, test, nn.CrossEntropyLoss(), name="sms_head", metric="accuracy")
@@ -88,9 +86,7 @@ def sms_lora(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 2
     parts = (*parts[:2], parts[2][:_LORA_TEST])
     encoder = _with_adapters(_encoder(), seed)
     ids, mask = _tokens(texts, _LORA_LENGTH)
-    facts = {"task": "sms_states", "recipe": 1, "encoder": _published()}
-    content = (tensor.numpy().tobytes() for tensor in (ids, mask))
-    states = computed_once(lambda: _states(encoder, ids, mask).flatten(1), len(texts), content, facts)
+    states = _computed_once("sms_states", lambda: _states(encoder, ids, mask).flatten(1), ids, mask)
     inputs = torch.cat([states.view(*ids.shape, -1), mask[..., None]], dim=-1)
     public, private, test = (TensorDataset(inputs[part], labels[part]) for part in parts)
     model = SpamFilter(_last_layer(encoder))
@@ -98,6 +94,12 @@ def sms_lora(seed: int = 0, *, data_dir: AnyPath | None = None, records: int = 2
         features = model.features(public.tensors[0])
     model.head = _fitted_head(TensorDataset(features, public.tensors[1]))
     return Task(model, public, private, test, nn.CrossEntropyLoss(), name="sms_lora", metric="accuracy")
+
+
+def _computed_once(task: str, compute: Callable[[], Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+    """What the encoder makes of all messages, computed, or taken from the cache."""
+    facts = {"task": task, "recipe": 1, "encoder": _published()}
+    return computed_once(compute, len(ids), (tensor.numpy().tobytes() for tensor in (ids, mask)), facts)
 
 
 class SpamFilter(nn.Module):

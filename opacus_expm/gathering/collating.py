@@ -54,8 +54,9 @@ _WORDS = ("a", "to", "sun", "tree", "river", "window", "morning", "elephant")
 _SENTENCE = 3  # words
 _WORTH = "one record could then move the sums by more than one record's worth"
 _SHAPES = (
-    "gives a record another shape beside other records, as padding to the longest of the batch does: {worth}; pad every "
-    "record to one public length (padding='max_length' with max_length= for Hugging Face's tokenizers and collators)"
+    "gives a record another shape beside other records, as padding to the longest of the batch does: {worth}; pad or cut "
+    "every record to one public length L, in place of pad_sequence by torch.nn.functional.pad(x, (0, L - len(x))), or for "
+    "Hugging Face's tokenizers and collators by padding='max_length' and max_length=L"
 )
 _VALUES = (
     "gives a record other values beside other records, as a mean over the batch does: {worth}; work on one record at a "

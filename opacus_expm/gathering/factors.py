@@ -82,10 +82,13 @@ def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
     return found
 
 
-def random_cotangent(criterion: Criterion, outputs: Tensor, targets: Tensor, random: np.random.Generator) -> Tensor:
-    """Mz of every record, MMᵀ = ∇²_f ℓ and z ~ N(0, I)."""
+def random_cotangent(
+    criterion: Criterion, outputs: Tensor, targets: Tensor, count: int, random: np.random.Generator
+) -> Tensor:
+    """Mz of the first ``count`` records, MMᵀ = ∇²_f ℓ and z ~ N(0, I); 0 for those that fill the batch up."""
     _, factor = at_outputs(criterion, outputs, targets)
-    z = torch.from_numpy(random.standard_normal((*factor.shape[:-2], factor.shape[-1], 1))).to(factor)
+    z = factor.new_zeros((*factor.shape[:-2], factor.shape[-1], 1))
+    z[:count] = torch.from_numpy(random.standard_normal((count, *z.shape[1:])))
     return (factor @ z)[..., 0].to(outputs.dtype)
 
 
@@ -99,32 +102,36 @@ def factor_sums(
 ) -> FactorSums:
     """The factors of one pass over records; ``random`` gives the cotangents' z and the signs.
 
+    The z, and the signs of each layer's inputs and outputs, are streams of their own in the order of the records, so that
+    what a record is given does not depend on how many are seen at a time.
+
     **Privacy:** the result is private where the records are; its sensitivity is in the module docstring.
     """
     first = [torch.zeros(b.width, b.width, dtype=torch.float64) for b in blocks.values()]
     second = [torch.zeros(b.outputs, b.outputs, dtype=torch.float64) for b in blocks.values()]
     traces: list[Tensor] = []
     order = {layer: i for i, layer in enumerate(blocks)}
+    chance, *signs = random.spawn(1 + 2 * len(blocks))
     for inputs, targets in stream:
         count = len(targets)
         found = torch.zeros(count, len(blocks), dtype=torch.float64)
         inputs, targets = padded(inputs, targets, pad_to)
 
-        def probe(outputs: Tensor, targets: Tensor = targets) -> Tensor:
-            return random_cotangent(criterion, outputs, targets, random)
+        def probe(outputs: Tensor, targets: Tensor = targets, count: int = count) -> Tensor:
+            return random_cotangent(criterion, outputs, targets, count, chance)
 
         for layer, piece, pairs in source.layer_pairs(inputs, probe):
             if layer not in order:
                 continue
             i, block = order[layer], blocks[layer]
-            real = slice(0, max(0, count - (piece.start or 0)))
-            traces_of = _squares(block, pairs.inputs, pairs.outputs)[real]
+            real = max(0, min(len(pairs.inputs), count - (piece.start or 0)))
+            traces_of = _squares(block, pairs.inputs, pairs.outputs)[:real]
             found[piece, i] = traces_of.nan_to_num(0.0, 0.0, 0.0).cpu()
             for total, values in (
-                (first[i], _inputs(block, pairs, random)),
-                (second[i], _combined(pairs.outputs, random)[0]),
+                (first[i], _inputs(block, pairs, real, signs[2 * i])),
+                (second[i], _combined(pairs.outputs, real, signs[2 * i + 1])[0]),
             ):
-                unit = _unit(values[real].double()).flatten(0, 1)
+                unit = _unit(values[:real].double()).flatten(0, 1)
                 total += (unit.T @ unit).cpu()
         traces.append(found)
     return FactorSums(first, second, torch.cat(traces))
@@ -140,15 +147,17 @@ def _squares(block: Block, a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-def _inputs(block: Block, pairs: PositionPairs, random: np.random.Generator) -> Tensor:
+def _inputs(block: Block, pairs: PositionPairs, count: int, random: np.random.Generator) -> Tensor:
     """What a layer gets, with a constant 1 for the bias, as a few combinations of positions in the order of the weight."""
-    a, ones = _combined(pairs.inputs, random)
+    a, ones = _combined(pairs.inputs, count, random)
     a = pairs.ordered(a) if block.inputs else a[..., :0]
     return a if block.bias is None else torch.cat([a, ones], dim=-1)
 
 
-def _combined(values: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _combined(values: Tensor, count: int, random: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Many positions as a few sums of all of them with random signs, whose second moments are the same in the mean.
+
+    Signs are drawn for the first ``count`` records; those after them fill the batch up, and have zeros.
 
     Returns:
         The sums, and what the same sums make of a constant 1 at every position.
@@ -156,8 +165,9 @@ def _combined(values: Tensor, random: np.random.Generator) -> tuple[Tensor, Tens
     records, places, _ = values.shape
     if places <= _COMBINATIONS:
         return values, values.new_ones(records, places, 1)
-    signs = random.integers(0, 2, (records, _COMBINATIONS, places), dtype=np.int8) * 2 - 1
-    combinations = torch.from_numpy(signs).to(values)
+    signs = random.integers(0, 2, (count, _COMBINATIONS, places), dtype=np.int8) * 2 - 1
+    combinations = values.new_zeros(records, _COMBINATIONS, places)
+    combinations[:count] = torch.from_numpy(signs)
     return torch.bmm(combinations, values), combinations.sum(2, keepdim=True)
 
 

@@ -69,7 +69,8 @@ def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generato
         for inputs, targets in bench.begin(loader, "loader"):
             filled, repeated = padded(inputs, targets, pad_to)
             outputs, pullback = bench.prepared[0].outputs_and_pullback(filled)
-            rows = pullback(random_cotangent(bench.prepared[1], outputs, repeated, random)[:, None])
+            cotangent = random_cotangent(bench.prepared[1], outputs, repeated, len(targets), random)
+            rows = pullback(cotangent[:, None])
             found.append(rows[: len(targets), 0].double().square().sum(1).cpu())
         return torch.cat(found).nan_to_num(0.0, 0.0, 0.0).numpy()
 

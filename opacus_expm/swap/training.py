@@ -70,13 +70,19 @@ class Training(PrivateValues):
         return loop if isinstance(loop, Training) else None
 
     def start(self) -> None:
-        """Replace the module's ``forward``, and end an unfinished loop of the same module."""
+        """Replace the module's ``forward``, and end an unfinished loop of the same module.
+
+        Scripts reach through Opacus's wrapper by ``module._module``, which is the module itself here, also when the loop is
+        over. It is no submodule: names of parameters and the state_dict are as before.
+        """
         earlier = Training.of(self.module)
         if earlier is not None:
             earlier.end(
                 "make_private_with_epsilon was called again for this module, which ended this loop; go on with the objects "
                 "that it returned"
             )
+        if not hasattr(self.module, "_module"):
+            object.__setattr__(self.module, "_module", self.module)
         self._forward.install()
 
     def end(self, message: str) -> None:

@@ -245,7 +245,7 @@ def test_in_batches_of_one_something_may_still_be_carried_on(name):
 
 
 REMEDIES = {
-    "padded to the longest": "pad every record to one public length (padding='max_length'",
+    "padded to the longest": "to one public length L, in place of pad_sequence by torch.nn.functional.pad",
     "standardised by the batch": "in the data set, with public constants",
     "running mean": "use torch's, numpy's or Python's generators, and public constants",
     "the first three": "drop or repeat none",

@@ -48,16 +48,10 @@ def _found(model, x, y, batch_size=4, seed=3):
     return looks.factors(bench, loader, np.random.default_rng(seed)), bench
 
 
-def _twin(model, x, y, batch_size=4, pad_to=16, seed=3):
+def _twin(model, x, seed=3):
     """One record at a time, by plain autograd. For the mean squared error of two outputs M = I."""
-    random = np.random.default_rng(seed)
-    z = torch.cat(
-        [
-            torch.from_numpy(random.standard_normal((pad_to, 2)))[: min(batch_size, len(x) - start)]
-            for start in range(0, len(x), batch_size)
-        ]
-    )
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    z = torch.from_numpy(np.random.default_rng(seed).spawn(1)[0].standard_normal((len(x), 2)))
     first, second, traces = [0.0] * len(layers), [0.0] * len(layers), torch.zeros(len(x), len(layers))
     for i in range(len(x)):
         caught = {}
@@ -90,20 +84,34 @@ def test_against_the_twin(name, monkeypatch):
     make, shape = MODELS[name]
     model, (x, y) = _seeded(make), _data(shape)
     found, _ = _found(model, x, y)
-    first, second, traces = _twin(model, wide(x), y)
+    first, second, traces = _twin(model, wide(x))
     for fast, slow in zip((*found.inputs, *found.outputs), (*first, *second), strict=True):
         assert error(fast, slow) < 1e-5  # the margin is 2e-6
         assert torch.allclose(fast, fast.T)
     assert error(found.traces, traces) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["two layers", "convolution"])
+def test_a_record_has_the_same_chance_in_batches_of_any_size(name):
+    make, shape = MODELS[name]
+    model, (x, y) = _seeded(make), _data(shape)
+    whole, _ = _found(model, x, y, batch_size=9)
+    for size in (1, 4):
+        found, _ = _found(model, x, y, batch_size=size)
+        for few, all_ in zip((*found.inputs, *found.outputs), (*whole.inputs, *whole.outputs), strict=True):
+            assert error(few, all_) < 1e-12
+        assert error(found.traces, whole.traces) < 1e-12
+    other, _ = _found(model, x, y, batch_size=9, seed=4)
+    assert error(other.outputs[0], whole.outputs[0]) > 0.01
+
+
 def test_sums_with_random_signs_have_the_same_second_moments():
     """Of a record that comes often; sums without signs have others."""
     one = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     many = one.expand(20_000, -1, -1)
-    found, ones = factors._combined(many, np.random.default_rng(0))
+    found, ones = factors._combined(many, len(many), np.random.default_rng(0))
     assert found.shape == (20_000, 4, 3)
-    of_ones = factors._combined(torch.ones_like(many), np.random.default_rng(0))[0]
+    of_ones = factors._combined(torch.ones_like(many), len(many), np.random.default_rng(0))[0]
     assert torch.equal(of_ones[..., :1], ones)
     moments = torch.einsum("bri,brj->ij", found, found) / 80_000
     assert error(moments, one.T @ one) < 0.02

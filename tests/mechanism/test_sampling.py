@@ -22,7 +22,7 @@ from scipy import integrate, stats
 from scipy.special import ndtri
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, paper
+from opacus_expm import ExpMQuadEngine
 from opacus_expm.gathering.clipping import ClippedSums
 from opacus_expm.mechanism import sampling
 from opacus_expm.mechanism.density import BallGaussian
@@ -870,35 +870,3 @@ def test_up_to_three_times_the_nominal_size_the_law_of_a_secure_draw_is_the_same
     cut = within_reach(density, 2.0 * 0.5 * 10 * 1.0)
     np.testing.assert_allclose(cut.linear, density.linear, rtol=1e-12)
     np.testing.assert_array_equal(cut.precision, density.precision)
-
-
-@pytest.mark.parametrize("sampler", [Gibbs(), PlainRejection(), Gibbs(burn_in=20)], ids=str)
-def test_the_papers_samplers_on_an_engines_statistics(sampler):
-    torch.manual_seed(0)
-    model, x = torch.nn.Linear(3, 1), torch.randn(40, 3)
-    engine = ExpMQuadEngine()
-    statistics = engine.gather(
-        model,
-        DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=20),
-        2,
-        criterion=torch.nn.MSELoss(),
-        max_grad_norm=1.0,
-        max_curvature=1.0,
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        values = paper.simulate(
-            statistics,
-            5.0,
-            5.0,
-            lambda m: float(m.weight.sum()),
-            np.random.default_rng(0),
-            draws=7,
-            regularization=5.0,
-            sampler=sampler,
-        )
-    assert values.shape == (7,)
-    assert len(set(values)) == 7
-    assert any("NOT releases" in str(w.message) for w in caught)
-    assert any("not covered by epsilon" in str(w.message) for w in caught) == isinstance(sampler, Gibbs)
-    assert len(engine.accountant) == 0

@@ -225,6 +225,8 @@ def test_other_loaders_are_managed_as_before():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "after", "in place"])
 def test_a_compiled_module(how, clean):
+    torch.compiler.reset()
+    counters = pytest.importorskip("torch._dynamo.utils").counters  # takes seconds to load
     model = make_model()
     loop = make_loop(model=torch.compile(model, backend="eager") if how == "before" else model)
     assert loop.module is model
@@ -236,3 +238,6 @@ def test_a_compiled_module(how, clean):
     assert torch.equal(flat(model), clean)
     x = torch.ones(2, FEATURES)
     assert torch.equal(loop.module(x), model.forward(x))
+    counters["stats"].clear()
+    assert torch.equal(torch.compile(model, backend="eager")(x), model.forward(x))
+    assert counters["stats"]["unique_graphs"] == 1  # what was not compiled in the loop can be compiled after it

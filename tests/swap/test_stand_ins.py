@@ -1,5 +1,6 @@
 """The four objects of a loop, and the arguments that are refused."""
 
+import copy
 import pickle
 
 import opacus
@@ -82,6 +83,33 @@ def test_a_module_that_opacus_has_prepared():
     model = opacus.GradSampleModule(make_model())
     with pytest.raises(ValueError, match=r"module\._module"):
         make_loop(model=model)
+
+
+def test_scripts_that_reach_through_opacus_wrapper_find_the_module(clean):
+    """``module._module`` during the loop and after it, with names as before, in copies and pickles too."""
+    loop, names = make_loop(), list(make_model().state_dict())
+    assert loop.module._module is loop.module
+    loop.epoch()
+    assert torch.equal(flat(loop.module._module), clean)
+    for module in (loop.module, copy.deepcopy(loop.module), pickle.loads(pickle.dumps(loop.module))):
+        assert module._module is module
+        assert list(module.state_dict()) == names
+        assert [name for name, _ in module.named_modules()] == ["", "0", "1", "2"]
+
+
+def test_a_module_of_the_users_own_by_that_name_stays():
+    wrapped = Wrapping()
+    own = wrapped._module
+    assert make_loop(model=wrapped).module._module is own
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._module = make_model()
+
+    def forward(self, x):
+        return self._module(x)
 
 
 def test_the_criterion_is_cross_entropy_by_default(clean):
