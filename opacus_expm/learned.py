@@ -5,11 +5,12 @@
    the parameters' own units, others are measured in units in which they curve alike; h₀ is such that as many dimensions take
    part as the budget pays for. Where public records are given, their curvature is the metric instead
    (``subspaces.leading``), and costs nothing. A model that hooks cannot serve keeps its own units, and h₀ follows from the
-   private median alone.
-2. **Bound.** C is a private quantile of the gradients' norms in the metric.
+   private median alone. For the last layer alone the factors are nearly the loss's curvature, and they are damped where
+   their noise ends.
+2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
 3. **Time.** The mean loss at the start, with noise, says how much there is to gain. Together with C and the number of
-   dimensions it says how far the steps may go until their noise undoes a part of that gain (``Rule.time``). So no learning
-   rate has to be found.
+   dimensions it says how far the steps may go until their noise undoes a part of that gain (``Rule.time``). For the last
+   layer alone the metric says it already (``Rule.head_time``). So no learning rate has to be found.
 4. **Directions.** T sums of clipped gradients over Poisson samples with Gaussian noise, as in DP-SGD, each followed by a
    step of length τ/T.
 5. **Choice.** The mean of the last places, or the start: the exponential mechanism chooses by the clipped gain in the
@@ -60,7 +61,8 @@ from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 
 _AVERAGED = 0.4  # of the steps, at the end
-_BOUND_QUANTILE = 0.75  # high: rare classes have the largest gradients
+_BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5  # high: rare classes have the largest gradients
+_HEAD_DAMPING = 0.6  # of the edge of the noise's spectrum
 _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0  # a bound of losses that has to be bought
 _LEAST_DAMPING = 1 / 640  # of the largest curvature
 _SEEN = 2.0  # deviations of its noise, from which on a layer's share is one
@@ -77,7 +79,7 @@ class Geometry:
     Attributes:
         subspace: the metric; None for the parameters' own units.
         damping: h₀, by which the loss curves at most in these units.
-        dimensions: d, how many of them take part.
+        dimensions: d, how many of them take part; of no meaning for a head.
     """
 
     subspace: Metric | Leading | None
@@ -185,7 +187,7 @@ class LearnedRounds:
         outputs = looks.prepare(bench, self._loader)
         blocks = looks.blocks(bench)
         guess = bench.prepared[1].guessing(outputs)
-        rule = self._rule(len(blocks), guess is not None)
+        rule = self._rule(bench, len(blocks), guess is not None)
         asked.admit(rule.charges(), instead_of)
         words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
@@ -212,23 +214,25 @@ class LearnedRounds:
             geometry = self.geometry(bench, rule, planned.blocks)
         if geometry.subspace is not None:
             bench = bench.within(geometry.subspace)
-        bound = self.bound(bench, rule, math.sqrt(geometry.damping))
+        unit = math.sqrt(geometry.damping)
+        bound = self.bound(bench, rule, unit)
         guess, loss = self.losses(bench, rule, planned.guess)
-        time = rule.time(bound / math.sqrt(geometry.damping), loss, geometry.dimensions)
+        time = rule.head_time if loss is None else rule.time(bound / unit, loss, geometry.dimensions)
         return Walk(bench, self._loader, self._questions, rule, bound, guess, time / geometry.damping / rule.steps)
 
-    def _rule(self, layers: int, bounded: bool) -> Rule:
+    def _rule(self, bench: Workbench, layers: int, bounded: bool) -> Rule:
         """The rule for a model with so many layers."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
-        return Rule(*known, epochs=self._epochs, public=self._public is not None)
+        head = layers == 1 and bench.moves_head_alone()
+        return Rule(*known, head, epochs=self._epochs, public=self._public is not None)
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
         measurement = self._measurement
         layers = 0 if measurement.grad_sampling.mode == "functorch" else len(bench.blocks())
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
-        return self._rule(layers, loss is not None and loss.guessing(2) is not None)
+        return self._rule(bench, layers, loss is not None and loss.guessing(2) is not None)
 
     def geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Geometry:
         """Units that are measured on the records: factors, the layers' shares, and the curvature of all layers together.
@@ -242,8 +246,13 @@ class LearnedRounds:
         sums = looks.factors(bench, self._loader, random)
         spectra, shares = self._released(sums, rule)
         trace = asked.quantile("scale", sums.traces.sum(1).numpy(), 0.5, _price(rule.scale_mu))
-        traces = [trace * share for share in shares.tolist()]
-        pairs = list(zip(spectra[::2], spectra[1::2], strict=True))
+        edges = [edge(len(s.values), 1 / rule.factor_mu / asked.size) for s in spectra]
+        if rule.head:
+            dampings = [_HEAD_DAMPING * e for e in edges]
+            roots = tuple(s.root(d) for s, d in zip(spectra, dampings, strict=True))
+            return Geometry(Metric(blocks, ((roots[0], roots[1]),)), trace * math.prod(dampings), rule.dimensions)
+        seen = [s.seen(e) for s, e in zip(spectra, edges, strict=True)]
+        pairs, traces = list(zip(seen[::2], seen[1::2], strict=True)), [trace * share for share in shares.tolist()]
         curving = torch.cat(
             [(h * torch.outer(b.values, a.values)).flatten() for h, (a, b) in zip(traces, pairs, strict=True)]
         )
@@ -268,9 +277,7 @@ class LearnedRounds:
         sizes = [*(t.numel() for t in matrices), len(sums.shares)]
         like = torch.zeros(sum(sizes), dtype=torch.float64)
         *parts, shares = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
-        spectra = [
-            Spectrum.of(part.view_as(t), edge(len(t), deviation / n)) for part, t in zip(parts, matrices, strict=True)
-        ]
+        spectra = [Spectrum.of(part.view_as(t)) for part, t in zip(parts, matrices, strict=True)]
         seen = torch.where(shares > _SEEN * deviation / n, shares, 0.0)
         return spectra, seen / seen.sum() if bool(seen.any()) else torch.full_like(seen, 1 / len(seen))
 
@@ -280,18 +287,22 @@ class LearnedRounds:
         **Privacy:** charged before it is drawn.
         """
         norms, base = looks.gradient_norms(bench, self._loader), -np.abs(np.log2(GRID / unit))
-        return self._questions.quantile("bound", norms, _BOUND_QUANTILE, _price(rule.bound_mu), base)
+        return _BOUND_FACTOR * self._questions.quantile("bound", norms, _BOUND_QUANTILE, _price(rule.bound_mu), base)
 
-    def losses(self, bench: Workbench, rule: Rule, guess: float | None) -> tuple[float, float]:
-        """B, by which losses are clipped, and the mean loss at the start, which is no less than its noise.
+    def losses(self, bench: Workbench, rule: Rule, guess: float | None) -> tuple[float, float | None]:
+        """B, by which losses are clipped, and the mean loss at the start, no less than its noise; None for a head.
 
         **Privacy:** charged before it is drawn, both where B is not known.
         """
+        if rule.head and guess is not None:
+            return guess, None
         asked, start = self._questions, torch.zeros(bench.map.dim, dtype=torch.float64)
         values = looks.losses(bench, self._loader, [start])[:, 0]
         if guess is None:
             known = values.nan_to_num(0.0, 0.0, 0.0).numpy()
             guess = _LOSS_FACTOR * asked.quantile("loss bound", known, _LOSS_QUANTILE, _price(rule.loss_mu))
+        if rule.head:
+            return guess, None
         total, deviation = asked.clipped_sum("loss", values, guess, rule.loss_mu)
         return guess, min(guess, max(total, deviation) / asked.size)
 

@@ -12,6 +12,7 @@ from opacus_expm.mechanism import curves
 
 _PASSES = 10.0  # over the data, of everything together
 _MOST_STEPS = 100
+_HEAD_STEPS = 5, 14  # fewest and most
 _LAYER_STEPS = 14  # of one layer; each further one needs twice as many more
 _METRIC_SHARE = 0.08  # of μ²
 _CHOICE_SHARE = 0.02  # of μ²
@@ -30,6 +31,7 @@ class Rule:
         records: N, the public number of records.
         layers: L, the number of layers with a metric of their own.
         bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
+        head: whether only the last layer moves: then the loss is convex and the metric nearly its curvature.
         epochs: how many passes over the data the directions take together; None for what the others leave of ten.
         public: whether public records give the metric, so that none is bought.
     """
@@ -39,6 +41,7 @@ class Rule:
     records: int
     layers: int
     bounded: bool
+    head: bool = False
     epochs: int | None = None
     public: bool = False
 
@@ -48,22 +51,30 @@ class Rule:
         return curves.gaussian_mu(self.epsilon, self.delta)
 
     @property
-    def steps(self) -> int:
-        """T: more for several layers, and most where nothing is known of them; a loop has at least one in each epoch.
+    def own_steps(self) -> int:
+        """T where a loop does not have more epochs: for a head as nμ, records × budget, allows; more for several layers.
 
-        Layers act together in ways that a metric by layers does not know, so that steps have to be short.
+        Layers act together in ways that a metric by layers does not know, so that their steps have to be short. Most are
+        taken where nothing is known of the layers.
         """
-        own = _LAYER_STEPS * (2 * self.layers - 1) if self.layers else _MOST_STEPS
-        return max(self.epochs or 1, min(_MOST_STEPS, own))
+        if self.head:
+            fewest, most = _HEAD_STEPS
+            return max(fewest, min(most, round(self.records * self.mu / 30)))
+        return min(_MOST_STEPS, _LAYER_STEPS * (2 * self.layers - 1)) if self.layers else _MOST_STEPS
+
+    @property
+    def steps(self) -> int:
+        """T; a loop has at least one in each of its epochs."""
+        return max(self.epochs or 1, self.own_steps)
 
     @property
     def looking(self) -> float:
         """Passes over the data beside the directions, where a forward one counts a third and a backward one two.
 
-        One for the metric and one for C, a third for the losses at the start, and two thirds for the choice between two
-        places.
+        One for the metric and one for C, a third for the losses at the start where they are asked for, and two thirds for
+        the choice between two places.
         """
-        return 2 + 1 / 3 + 2 / 3 - self.public
+        return 2 - self.public + (0 if self.head and self.bounded else 1 / 3) + 2 / 3
 
     @property
     def sample_rate(self) -> float:
@@ -76,8 +87,16 @@ class Rule:
         """How often the records are gone through, on average."""
         return self.looking + self.steps * self.sample_rate
 
+    @property
+    def head_time(self) -> float:
+        """τ of a head, whose steps are 2 long, beyond which a quadratic loss swings, and shorter in much noise.
+
+        Where a loop has more epochs than the rule has steps, they are shorter, and go as far with as much noise.
+        """
+        return min(2.0, 0.3 * self.own_steps) * self.own_steps
+
     def time(self, bound: float, loss: float, dimensions: float) -> float:
-        """τ, the sum of all steps' lengths in units in which the loss curves by no more than one.
+        """τ of several layers, the sum of all steps' lengths in units in which the loss curves by no more than one.
 
         With u the place in those units, the directions' noise moves every coordinate of u by a deviation of about τC/(nμ),
         however many steps there are, and so raises the loss by about ½·d·(τC/(nμ))², where d is the number of dimensions
@@ -112,8 +131,8 @@ class Rule:
 
     @property
     def bound_mu(self) -> float:
-        """Of C, on which everything depends: 60/n, but no more than 6 % of μ²."""
-        return min(60 / self.records, 0.25 * self.mu)
+        """Of C, on which everything depends: 120/n, but no more than 6 % of μ²."""
+        return min(120 / self.records, 0.25 * self.mu)
 
     @property
     def loss_mu(self) -> float:
@@ -131,7 +150,8 @@ class Rule:
         before = [] if self.public else [*metric, ("scale", _choice(self.scale_mu))]
         before += [("bound", _choice(self.bound_mu))]
         before += [] if self.bounded else [("loss bound", _choice(self.loss_mu))]
-        return [*before, ("loss", PlannedEvent(math.inf, self.loss_mu)), ("choice", _choice(self.choice_mu))]
+        before += [] if self.head else [("loss", PlannedEvent(math.inf, self.loss_mu))]
+        return [*before, ("choice", _choice(self.choice_mu))]
 
     @cached_property
     def noise_multiplier(self) -> float:

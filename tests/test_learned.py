@@ -32,6 +32,7 @@ from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
 EPSILON, DELTA, RECORDS = 1.0, 1e-5, 200
+UNITS = -np.abs(np.log2(GRID))  # public weights of a bound
 
 
 def _line():
@@ -59,25 +60,20 @@ def _released(model, loader=None, engine=None, epsilon=EPSILON, **options):
 # --- the rule --------------------------------------------------------------------------------------------------------
 
 
-def _plan(epsilon, delta, n, layers, bounded, head):
+def _plan(epsilon, delta, n, layers, bounded):
     """What has to be in the ledger, written down a second time from the formula: (what, ε_range, μ, run)."""
     mu = curves.gaussian_mu(epsilon, delta)
-    times = max(5, min(14, round(n * mu / 30)))
-    steps = min(100, times * max(1, 2 * layers - 1))
-    marks = sorted({max(1, round(steps * s)) for s in (0.05, 0.15, 0.4)}) if not head else []
-    looks = (2 if layers else 1) + 2 / 3 * (len(marks) + 1) + (0 if bounded else 1 / 3)
-    rate = min(1.0, (10 - looks) / steps)
-    length = mu * math.sqrt((0.02 if head else 0.06) / (len(marks) + 1))
+    steps = min(100, 14 * (2 * layers - 1)) if layers else 100
+    rate = min(1.0, 7 / steps)
 
     def choice(what, cost):
         return (what, curves.bounded_range_within(cost), math.inf, None)
 
     before = [("metric", math.inf, mu * math.sqrt(0.08), None)] if layers else []
-    before += [choice("scale", min(30 / n, 0.17 * mu / math.sqrt(layers)))] * layers if layers else []
-    before += [choice("bound", min(60 / n, 0.25 * mu))]
-    before += [] if bounded else [choice("loss", min(40 / n, 0.17 * mu))]
-    after = [choice("length bound", length / 2)] * 2 + [("length", math.inf, length / math.sqrt(2), None)]
-    after = after * len(marks) + [choice("choice", length)]
+    before += [choice("scale", min(30 / n, 0.17 * mu)), choice("bound", min(60 / n, 0.25 * mu))]
+    before += [] if bounded else [choice("loss bound", min(50 / n, 0.15 * mu))]
+    before += [("loss", math.inf, min(50 / n, 0.15 * mu), None)]
+    after = [choice("choice", mu * math.sqrt(0.02))]
     others = gaussian_total([PlannedEvent(e, m) for _, e, m, _ in [*before, *after]])
     run = ("directions", math.inf, math.inf, (least_noise(epsilon, delta, others, rate, steps), rate, steps))
     return [*before, run, *after]
@@ -89,15 +85,15 @@ def _early():
     return deep
 
 
-@pytest.mark.parametrize(("make", "layers", "last"), [(_line, 1, True), (_deep, 2, True), (_early, 1, False)])
-def test_the_ledger_holds_what_the_public_formula_says(make, layers, last):
+@pytest.mark.parametrize(("make", "layers"), [(_line, 1), (_deep, 2), (_early, 1)])
+def test_the_ledger_holds_what_the_public_formula_says(make, layers):
     engine = ExpMQuadEngine()
     _released(make(), engine=engine)
     held = engine.accountant.releases
-    expected = _plan(EPSILON, DELTA, RECORDS, layers, bounded=False, head=make is _line)
+    expected = _plan(EPSILON, DELTA, RECORDS, layers, bounded=False)
     assert [(q.what, q.epsilon_range, q.mu, q.run) for q in held] == expected
     assert all((q.epsilon, q.delta, q.nominal_size) == (EPSILON, DELTA, RECORDS) for q in held)
-    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False, last=last)
+    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False)
     assert [(c.epsilon_range, c.mu, c.runs) for c in rule.charges()] == [(q.epsilon_range, q.mu, q.runs) for q in held]
     assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
     assert engine.get_epsilon(0.0) == math.inf
@@ -123,13 +119,25 @@ def test_the_parts_leave_most_for_the_directions(n, layers):
     assert 5 <= rule.steps <= 100
 
 
-def test_an_early_layer_alone_has_lengths_and_short_steps():
-    early, head = (Rule(EPSILON, DELTA, 1000, 1, bounded=True, last=last) for last in (False, True))
-    assert (early.steps, early.marks) == (9, (1, 4))
-    assert (head.steps, head.marks) == (9, ())
-    assert early.rate == pytest.approx(0.25)
-    assert head.rate == 2
-    assert Rule(EPSILON, DELTA, 1000, 2, True, last=False).charges() == Rule(EPSILON, DELTA, 1000, 2, True).charges()
+def test_the_noise_of_the_steps_raises_the_loss_by_a_known_part():
+    """½·d·(τC/(nμ))² = a tenth of the loss, from the docstring; and never longer than the longest."""
+    rule = Rule(EPSILON, DELTA, 1000, 2, bounded=True)
+    bound, loss, dimensions = 3.0, 0.7, 40.0
+    time = rule.time(bound, loss, dimensions)
+    assert 0.5 * dimensions * (time * bound / (1000 * rule.mu)) ** 2 == pytest.approx(0.1 * loss)
+    assert rule.time(bound / 100, loss, dimensions) == 12
+
+
+def test_a_step_is_as_long_as_bound_loss_and_dimensions_say(monkeypatch):
+    """Told units: h₀ = 4, 5 dimensions, and C = 3; the steps' lengths add up to τ/h₀ with C in units of √h₀."""
+    found = []
+    monkeypatch.setattr(LearnedRounds, "geometry", lambda *_: learned.Geometry(None, 4.0, 5.0))
+    monkeypatch.setattr(LearnedRounds, "bound", lambda _, bench, rule, unit: found.append(unit) or 3.0)
+    monkeypatch.setattr(LearnedRounds, "losses", lambda *_: (1.0, 0.01))
+    rounds = Parts(*_tensors(6)).rounds
+    walk = rounds.begin(rounds.plan(_deep()))
+    assert found == [2.0]
+    assert walk._rate * walk.rule.steps * 4.0 == pytest.approx(walk.rule.time(1.5, 0.01, 5.0))
 
 
 # --- with public data ------------------------------------------------------------------------------------------------
@@ -212,7 +220,8 @@ def test_a_model_that_hooks_cannot_serve_has_no_metric():
     engine, model = ExpMQuadEngine(), Squared().double()
     with pytest.warns(UserWarning, match="using grad_sample_mode='functorch'"):
         found = _released(model, engine=engine)
-    assert [q.what for q in engine.accountant.releases] == ["bound", "loss", "directions", "choice"]
+    asked = [q.what for q in engine.accountant.releases]
+    assert asked == ["scale", "bound", "loss bound", "loss", "directions", "choice"]
     assert type(found) is Squared
 
 
@@ -294,7 +303,7 @@ def test_a_step_that_fails_leaves_what_was_charged(monkeypatch):
     before = copy.deepcopy(model)
     with pytest.raises(KeyboardInterrupt):
         _released(model, engine=engine)
-    assert calls[0] == calls[2] == ["metric", "scale", "bound", "loss", "directions"]  # once, before the first step
+    assert calls[0] == calls[2] == ["metric", "scale", "bound", "loss bound", "loss", "directions"]  # once, before the first step
     assert [q.what for q in engine.accountant.releases] == calls[0]
     assert same(model, before)
 
@@ -420,7 +429,7 @@ class Parts:
 
     def walk(self, place=None, *, rule=None, bound=1.0, guess=0.1):
         """A walk that has come to a place."""
-        walk = Walk(self.bench, self.loader, self.questions, self.rule if rule is None else rule, bound, guess)
+        walk = Walk(self.bench, self.loader, self.questions, self.rule if rule is None else rule, bound, guess, 0.5)
         if place is not None:
             walk._place = walk._total = place
             walk._count = 1
@@ -436,7 +445,7 @@ def test_the_metric_is_shifted_by_at_most_mu(name, monkeypatch):
         factors = looks.factors
         with monkeypatch.context() as patch:  # the same z for the records that both have
             patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
-            parts.rounds.metric(parts.bench, parts.rule, looks.blocks(parts.bench))
+            parts.rounds.geometry(parts.bench, parts.rule, looks.blocks(parts.bench))
         ((mu, answer),) = parts.asked["metric"]
         shifts.append(answer)
     moved = float((shifts[1] - shifts[0]).norm()) * parts.rule.factor_mu
@@ -466,9 +475,9 @@ def _answers(what, ask, monkeypatch):
 
 
 def test_the_metric_has_the_noise_that_its_cost_says(monkeypatch):
-    """Each factor moves by 1 in Frobenius norm: noise of deviation 1/μ in the isometric coordinates of each."""
+    """Each factor, and the shares, move by 1 at most: noise of deviation 1/μ in the isometric coordinates of each."""
     rule, mu, noise = _answers(
-        "metric", lambda parts: parts.rounds.metric(parts.bench, parts.rule, looks.blocks(parts.bench)), monkeypatch
+        "metric", lambda parts: parts.rounds.geometry(parts.bench, parts.rule, looks.blocks(parts.bench)), monkeypatch
     )
     sizes = [d for block in looks.blocks(Parts(*tensors(6)).bench) for d in (block.width, block.outputs)]
     expected = math.sqrt(sum(d + d * (d - 1) / 2 for d in sizes)) / rule.factor_mu
@@ -476,16 +485,11 @@ def test_the_metric_has_the_noise_that_its_cost_says(monkeypatch):
     assert mu == pytest.approx(rule.factor_mu * math.sqrt(len(sizes)))
 
 
-def test_a_length_has_the_noise_that_its_cost_says(monkeypatch):
-    """Both numbers are clipped at twice the quantile, which is 1 here, and share the cost."""
-
-    def ask(parts):
-        place = torch.full((parts.bench.map.dim,), 0.01, dtype=torch.float64)
-        parts.walk(place)._length(place, 2.0)
-
-    rule, mu, noise = _answers("length", ask, monkeypatch)
-    assert noise.tolist() == pytest.approx([2.0 / (rule.length_mu / 2)] * 2)
-    assert mu == pytest.approx(math.hypot(*(2.0 / noise).tolist()))
+def test_the_loss_has_the_noise_that_its_cost_says(monkeypatch):
+    """It is clipped at twice the quantile, which is 1 here."""
+    rule, mu, noise = _answers("loss", lambda parts: parts.rounds.losses(parts.bench, parts.rule, None), monkeypatch)
+    assert noise.tolist() == pytest.approx([2.0 / rule.loss_mu])
+    assert mu == rule.loss_mu
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -498,7 +502,7 @@ def test_a_direction_is_shifted_by_at_most_its_bound(name):
             walk = parts.walk(rule=Full(parts.rule), bound=bound)
             walk._random = Silent(level)
             walk.step(parts.loader)
-            one.append(-walk._place / walk.rule.rate)
+            one.append(-walk._place / walk._rate)
         assert (one[1] - one[0]).numpy() * 10 == pytest.approx(bound * parts.rule.noise_multiplier)
         sums.append(one[0] * 10)
     moved = float((sums[1] - sums[0]).norm())
@@ -507,32 +511,26 @@ def test_a_direction_is_shifted_by_at_most_its_bound(name):
 
 
 class Full:
-    """The rule of steps in which every record takes part, and which are not measured."""
+    """The rule of steps in which every record takes part."""
 
     sample_rate = 1.0
-    rate = 0.5
-    marks = ()
 
     def __init__(self, rule):
         self.noise_multiplier, self.steps = rule.noise_multiplier, rule.steps
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_length_is_shifted_by_at_most_mu(name, monkeypatch):
-    limits = itertools.cycle([0.3, 0.2])
-    monkeypatch.setattr(Questions, "quantile", lambda *_: next(limits))
-    pairs = []
-    for data in neighbours(name):
+def test_the_loss_is_shifted_by_at_most_mu(name, monkeypatch):
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 0.3)
+    sums = []
+    for data in _neighbours(name):
         parts = Parts(*data)
-        moved = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
-        parts.walk(moved / 10)._length(moved, 2.0)
-        ((mu, answer),) = parts.asked["length"]
-        pairs.append(answer)
-    deviations = torch.tensor([0.6, 0.4], dtype=torch.float64) / (parts.rule.length_mu / 2)
-    shift = float(((pairs[1] - pairs[0]) / deviations).norm())
-    assert shift <= mu * (1 + 1e-12)
-    assert mu == parts.rule.length_mu / math.sqrt(2)
-    assert name != "far" or shift > 0.7 * mu  # its gradient takes all of its part; its curvature is small
+        parts.rounds.losses(parts.bench, parts.rule, None)
+        ((mu, answer),) = parts.asked["loss"]
+        sums.append(answer)
+    moved = float((sums[1] - sums[0]).norm()) / (0.6 / parts.rule.loss_mu)
+    assert moved <= mu * (1 + 1e-12)
+    assert name != "far" or moved > 0.99 * mu
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -550,8 +548,8 @@ def test_the_choice_and_the_quantiles_have_their_ranges(name, monkeypatch):
         mean = torch.linspace(-1, 1, parts.bench.map.dim, dtype=torch.float64)
         parts.walk(mean).module()
         norms = looks.gradient_norms(parts.bench, parts.loader)
-        parts.questions.quantile("bound", norms, 0.75, curves.bounded_range_within(parts.rule.bound_mu), learned._UNITS)
-    for kind, mu in (("choice", parts.rule.length_mu), ("quantile", parts.rule.bound_mu)):
+        parts.questions.quantile("bound", norms, 0.75, curves.bounded_range_within(parts.rule.bound_mu), UNITS)
+    for kind, mu in (("choice", parts.rule.choice_mu), ("quantile", parts.rule.bound_mu)):
         one, other = logits[kind]
         law = [v - np.logaddexp.reduce(v) for v in (one, other)]
         assert np.isfinite(law).all()
@@ -562,7 +560,7 @@ def _two_parts(values, epsilon_range, noise, rate, *, read_off=False):
     """The joint density of a bound and of a direction in one dimension: (bound, direction) on fixed grids."""
     values = np.asarray(values)
     scores = epsilon_range * quantile_scores(grid_counts(np.abs(values)), 0.75) / score_width(0.75, "add_remove")
-    logits = scores + 3 * learned._UNITS
+    logits = scores + 3 * UNITS
     if read_off:
         logits = np.where(np.arange(len(GRID)) == np.searchsorted(GRID, np.abs(values).max()), 0.0, -80.0)
     law = np.exp(logits - np.logaddexp.reduce(logits))

@@ -73,7 +73,7 @@ def ours(name: str, epsilon: float, seed: int) -> Facts:
         "seconds": seconds,
         "passes": rule.passes,
         "charged": engine.get_epsilon(DELTA),
-        "public": {"records": rule.records, "layers": rule.layers, "bounded": rule.bounded},
+        "public": {"records": rule.records, "layers": rule.layers, "bounded": rule.bounded, "head": rule.head},
         "plan": plan([event for event in engine.accountant.releases if isinstance(event, Query)]),
     }
 
@@ -101,7 +101,7 @@ def pure(name: str, epsilon: float, seed: int) -> Facts:
 def rule_of(task: Task, epsilon: float) -> Rule:
     """The public formula, for the public numbers of a task."""
     bench, bounded = _prepared(task)
-    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded)
+    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded, bench.moves_head_alone())
 
 
 def _prepared(task: Task) -> tuple[Workbench, bool]:

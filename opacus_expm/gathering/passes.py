@@ -36,6 +36,7 @@ from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.independence import synthetic_outputs
+from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
@@ -300,6 +301,15 @@ class Workbench:
     def blocks(self) -> dict[nn.Module, Block]:
         """The layers of the working copy that are matrices, which a metric can have factors for."""
         return blocks_of(self._working, self.layout)
+
+    def moves_head_alone(self) -> bool:
+        """Whether what is trainable is the last of the layers that are matrices, in the order of the module, alone."""
+        layers = [layer for layer in self._working.modules() if is_matrix(layer)]
+        blocks = self.blocks()
+        if not layers or list(blocks) != layers[-1:]:
+            return False
+        [block] = blocks.values()
+        return block.outputs * block.width == self.layout.size
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:

@@ -80,12 +80,16 @@ class Spectrum:
     vectors: Tensor
 
     @classmethod
-    def of(cls, matrix: Tensor, edge: float) -> Spectrum:
-        """Of a matrix with trace 1 that has noise: eigenvalues below the noise's edge are taken to be equal."""
+    def of(cls, matrix: Tensor) -> Spectrum:
+        """Of a symmetric matrix; eigenvalues below 0 are noise."""
         values, vectors = torch.linalg.eigh(matrix)
-        seen = values > edge
-        rest = max(0.0, 1 - float(values[seen].sum())) / max(1, int((~seen).sum()))
-        return cls(torch.where(seen, values, rest), vectors)
+        return cls(values.clamp(min=0), vectors)
+
+    def seen(self, edge: float) -> Spectrum:
+        """Of a matrix with trace 1: eigenvalues below the edge of its noise are taken to be equal."""
+        clear = self.values > edge
+        rest = max(0.0, 1 - float(self.values[clear].sum())) / max(1, int((~clear).sum()))
+        return Spectrum(torch.where(clear, self.values, rest), self.vectors)
 
     def root(self, damping: float) -> Tensor:
         """(I + M/damping)^{−½}."""
