@@ -685,12 +685,12 @@ class _Learned:
         self.questions.ask = spy
 
     def walk(self, bound=0.1, guess=0.1):
-        return learned.Walk(self.bench, self.loader, self.questions, self.rule, bound, guess)
+        return learned.Walk(self.bench, self.loader, self.questions, self.rule, bound, guess, rate=10.0)
 
 
 def directions_have_their_noise():
     """A step's deviation is Cσ in every coordinate, over and over."""
-    full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0, rate=10.0, marks=(), steps=1)
+    full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0, steps=1)
     found = _Learned(rule=full)
     steps = []
     for _ in range(200):
@@ -700,16 +700,16 @@ def directions_have_their_noise():
     assert abs(float(torch.stack(steps).var(0).mean()) / 0.09 - 1) < 0.2
 
 
-def lengths_are_clipped():
-    """A record of enormous curvature moves the pair by no more than its μ, with the noise of both alike."""
-    pairs = []
+def losses_are_clipped():
+    """A record of enormous loss moves the sum by no more than its μ."""
+    sums = []
     for more in ((), (1e4,)):
         found = _Learned(more)
         found.questions.quantile = lambda *_: 0.1
-        found.walk()._length(torch.linspace(-1, 1, found.bench.map.dim, dtype=torch.float64), 2.0)
-        pairs.append(found.answers[-1])
-    shift = (pairs[1] - pairs[0]) / (0.2 / (found.rule.length_mu / 2))
-    assert float(shift.norm()) <= found.rule.length_mu / math.sqrt(2) * (1 + 1e-9)
+        found.rounds.losses(found.bench, found.rule, None)
+        sums.append(found.answers[-1])
+    deviation = 0.2 / found.rule.loss_mu
+    assert float((sums[1] - sums[0]).norm()) / deviation <= found.rule.loss_mu * (1 + 1e-9)
 
 
 def the_metric_has_its_noise():
@@ -718,7 +718,7 @@ def the_metric_has_its_noise():
     for seed in range(20):
         found = _Learned(seed=seed)
         found.questions.quantile = lambda *_: 1.0
-        found.rounds.metric(found.bench, found.rule, looks.blocks(found.bench))
+        found.rounds.geometry(found.bench, found.rule, looks.blocks(found.bench))
         first = found.answers[0][:4].view(2, 2)  # A of the first layer: inputs and the constant
         sums = looks.factors(found.bench, found.loader, np.random.default_rng(0)).inputs[0]
         squares.append(float((first - sums).square().sum()) * found.rule.factor_mu**2)
@@ -786,7 +786,7 @@ def _less_noise(patch):
     patch.setattr(learned.Walk, "advance", wrong)
 
 
-def _unclipped_length(patch):
+def _unclipped_losses(patch):
     patch.setattr(torch.Tensor, "clamp", lambda self, *_, **__: self)
 
 
@@ -1251,7 +1251,7 @@ DEFECTS = (
 )
 DEFECTS += (
     Defect("the span of a direction without noise", _without_noise, directions_have_their_noise),
-    Defect("the length's pair not clipped", _unclipped_length, lengths_are_clipped),
+    Defect("losses not clipped", _unclipped_losses, losses_are_clipped),
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
     Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
     Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),

@@ -66,10 +66,10 @@ TIGHT = {
     adaptive.metric: 0.9,
     adaptive.two_directions: 0.99,
     adaptive.direction_and_choice: 0.75,
-    adaptive.direction_and_length: 0.85,
+    adaptive.bound_and_loss: 0.9,
     adaptive.bound_and_direction: 0.75,
 }
-LONG = (adaptive.direction_and_length, adaptive.bound_and_direction)
+LONG = (adaptive.bound_and_direction,)
 
 
 @pytest.mark.parametrize(
@@ -141,29 +141,37 @@ def _bounds_off_the_data(patch):
     patch.setattr(Questions, "quantile", lambda _, what, norms, quantile, *more: float(np.quantile(norms, quantile)))
 
 
-def _span_of_an_unreleased_direction(patch):
-    advance, length = Walk.advance, Walk._length
+def _place_that_was_not_released(patch):
+    """The next direction is found where the last one would have led without its noise."""
+    advance, begin = Walk.advance, Walk.open
 
     def spy(self, total):
-        self.unreleased = -total
+        before = self._place
         advance(self, total)
+        self.hidden = before - self._rate * total / (self.rule.sample_rate * self._asked.size)
+
+    def wrong(self, pad_to):
+        released, self._place = self._place, getattr(self, "hidden", self._place)
+        try:
+            return begin(self, pad_to)
+        finally:
+            self._place = released
 
     patch.setattr(Walk, "advance", spy)
-    patch.setattr(Walk, "_length", lambda self, moved, longest: length(self, self.unreleased, longest))
+    patch.setattr(Walk, "open", wrong)
 
 
 def _unclipped(patch):
     patch.setattr(torch.Tensor, "clamp", lambda self, *_, **__: self)
 
 
-def _half_of_the_noise_of_a_length(patch):
+def _half_of_the_noise_of_the_loss(patch):
     right = Questions.ask
 
     def wrong(self, what, draw, like, **costs):
-        if what != "length":
-            return right(self, what, draw, like, **costs)
-        noise = self.books.noise.source()
-        noise.normals = type(noise.normals)(v / 2 for v in noise.normals)
+        if what == "loss":
+            noise = self.books.noise.source()
+            noise.normals = type(noise.normals)(v / 2 for v in noise.normals)
         return right(self, what, draw, like, **costs)
 
     patch.setattr(Questions, "ask", wrong)
@@ -184,15 +192,15 @@ DEFECTS = [
     (adaptive.bound_and_direction, _bounds_off_the_data),
     (adaptive.two_directions, _noise_of_directions(0.98)),
     (adaptive.direction_and_choice, _half_of_the_width_of_the_choice),
-    (adaptive.direction_and_length, _bounds_off_the_data),
+    (adaptive.bound_and_loss, _bounds_off_the_data),
+    (adaptive.bound_and_loss, _unclipped),
+    (adaptive.bound_and_loss, _half_of_the_noise_of_the_loss),
 ]
 LONG_DEFECTS = [
     (adaptive.two_directions, _noise_of_directions(0.5)),
     (adaptive.two_directions, _gradients_clipped_at_more),
     (adaptive.two_directions, _more_records_in_a_sample),
-    (adaptive.direction_and_length, _span_of_an_unreleased_direction),
-    (adaptive.direction_and_length, _unclipped),
-    (adaptive.direction_and_length, _half_of_the_noise_of_a_length),
+    (adaptive.two_directions, _place_that_was_not_released),
 ]
 
 

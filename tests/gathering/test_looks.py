@@ -1,6 +1,5 @@
-"""Losses of single records against torch's own, and quadratics in a span against dense Jacobians."""
+"""Losses of single records against torch's own, and their curvature and norms against dense Jacobians."""
 
-import copy
 import math
 
 import numpy as np
@@ -151,82 +150,23 @@ def test_errors_of_other_shapes_are_refused(targets):
         looks.errors(_bench(_model(), nn.MSELoss()), _loader(_inputs(4), targets))
 
 
-# --- quadratics in a span --------------------------------------------------------------------------------------------
+# --- curvature and norms ---------------------------------------------------------------------------------------------
 
 
-def _expected(model, criterion, x, y, a):
-    gradients, curvatures = [], []
-    for i in range(len(x)):
-        f, jacobian = output_and_jacobian(model, x[i : i + 1])
-        gradient, hessian = gradient_and_hessian(criterion, f, y[i])
-        j = jacobian @ a
-        gradients.append(j.T @ gradient)
-        curvatures.append(j.T @ hessian @ j)
-    return torch.stack(gradients), torch.stack(curvatures)
+def _rows(model, x):
+    return [output_and_jacobian(model, x[i : i + 1])[1] for i in range(len(x))]
 
 
-SPANS = {k: CASES[k] for k in ("mse", "ce", "bce, weights", "autodiff")}
-
-
-@pytest.mark.parametrize("mode", [None, "functorch"])
-@pytest.mark.parametrize("name", SPANS)
-def test_quadratics_in_a_span(name, mode):
-    criterion, targets = SPANS[name]
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_traces_are_squares_along_random_cotangents(mode):
+    """With mean squared error MMᵀ = 2/m·I, so that |JᵀMz|² = 2/m·|Jᵀz|², whose mean is the trace of the curvature."""
     model, x = _model(), _inputs(4)
-    bench = _bench(model, criterion, mode)
-    generator = torch.Generator().manual_seed(5)
-    place, a = (torch.randn(bench.map.dim, s, generator=generator, dtype=torch.float64) / 5 for s in (1, 2))
-    found = looks.span_quadratics(bench, _loader(x, targets), place[:, 0], a)
-    wide = copy.deepcopy(criterion).double() if isinstance(criterion, nn.Module) else criterion
-    gradients, curvatures = _expected(bench.module_at(place[:, 0]), wide, x, targets, a)
-    assert error(found.gradients, gradients) < 1e-8
-    assert error(found.curvatures, curvatures) < 1e-8
-    elsewhere, _ = _expected(model, wide, x, targets, a)
-    assert error(found.gradients, elsewhere) > 1e-3
-
-
-class _Cube(torch.autograd.Function):
-    """An operation without forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * ctx.saved_tensors[0] ** 2 * gradient
-
-
-class _Cubes(nn.Module):
-    def forward(self, x):
-        return _Cube.apply(x)
-
-
-def test_an_operation_without_forward_mode():
-    model = nn.Sequential(*_model()[:2], _Cubes(), _model()[2])
-    plain = nn.Sequential(*_model()[:2], nn.Identity(), _model()[2])
-    plain[2].forward = lambda x: x**3
-    bench = _bench(model, nn.MSELoss(), "hooks")
-    a = torch.randn(bench.map.dim, 1, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    start = torch.zeros(bench.map.dim, dtype=torch.float64)
-    found = looks.span_quadratics(bench, _loader(_inputs(4), NUMBERS), start, a)
-    gradients, curvatures = _expected(plain, nn.MSELoss(), _inputs(4), NUMBERS, a)
-    assert error(found.gradients, gradients) < 1e-8
-    assert error(found.curvatures, curvatures) < 1e-8
-
-
-def test_a_record_that_is_not_finite_has_zeros_in_both():
-    x, y = _inputs(4), NUMBERS.clone()
-    x[2], y[6] = 1e300, math.nan
-    bench = _bench(_model(), nn.MSELoss())
-    a = torch.ones(bench.map.dim, 1, dtype=torch.float64)
-    found = looks.span_quadratics(bench, _loader(x, y), torch.zeros(bench.map.dim, dtype=torch.float64), a)
-    gone = torch.tensor([6])
-    assert float(found.gradients[gone].abs().sum() + found.curvatures[gone].abs().sum()) == 0.0
-    assert found.gradients.isfinite().all()
-    assert found.curvatures.isfinite().all()
-    assert float(found.curvatures[0]) > 0
+    x[4] = math.inf
+    found = looks.traces(_bench(model, nn.MSELoss(), mode), _loader(x, NUMBERS), np.random.default_rng(3))
+    z = torch.from_numpy(np.random.default_rng(3).standard_normal((COUNT, M)))
+    expected = [2 / M * float((v @ j).square().sum()) for v, j in zip(z, _rows(model, x), strict=True)]
+    assert found == pytest.approx(np.nan_to_num(expected), rel=1e-9)
+    assert found[4] == 0.0
 
 
 def test_gradient_norms():
@@ -234,8 +174,11 @@ def test_gradient_norms():
     x[4] = math.inf
     bench = _bench(model, nn.MSELoss())
     found = looks.gradient_norms(bench, _loader(x, NUMBERS))
-    gradients, _ = _expected(model, nn.MSELoss(), x, NUMBERS, torch.eye(bench.map.dim, dtype=torch.float64))
-    assert found == pytest.approx(gradients.norm(dim=1).nan_to_num(0.0).numpy(), rel=1e-9)
+    pulls = [
+        gradient_and_hessian(nn.MSELoss(), model(v[None])[0].detach(), y)[0] for v, y in zip(x, NUMBERS, strict=True)
+    ]
+    expected = torch.stack([g @ j for g, j in zip(pulls, _rows(model, x), strict=True)]).norm(dim=1)
+    assert found == pytest.approx(expected.nan_to_num(0.0).numpy(), rel=1e-9)
     assert found[4] == 0.0
 
 
@@ -251,15 +194,6 @@ def test_gradient_norms():
 def test_what_cannot_be_right_is_said_before_anything_else(model, criterion, targets, message):
     with pytest.raises(ValueError, match=message):
         looks.prepare(_bench(model, criterion), _loader(_inputs(4), targets))
-
-
-def test_private_values_are_not_shown():
-    bench = _bench(_model(), nn.MSELoss())
-    start = torch.zeros(bench.map.dim, dtype=torch.float64)
-    found = looks.span_quadratics(bench, _loader(_inputs(4), NUMBERS), start, start[:, None] + 1)
-    assert "tensor" not in repr(found)
-    with pytest.raises(TypeError, match="holds private data"):
-        found.__reduce__()
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
