@@ -89,7 +89,7 @@ class Workbench:
         self.layout = Layout.of(self._working)
         self.device, self.dtype = next(self._working.parameters()).device, compute_dtype(self._working)
         self.map: Projection = measurement.subspace.build(
-            self.layout.size, measurement.proj_dim, self.device, self.dtype
+            self.layout.shapes, measurement.proj_dim, self.device, self.dtype
         )
         self.pieces = loaders.Pieces(measurement.max_physical_batch_size) if pieces is None else pieces
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)

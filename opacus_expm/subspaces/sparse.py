@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Projection, PublicRows, check_dim, check_seed
+from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, check_dim, check_seed
 from opacus_expm.subspaces.full import FullSpace
 
 
@@ -37,8 +38,11 @@ class Sparse:
         """The recipe with this seed."""
         return replace(self, seed=seed)
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
         """The map for so many parameters and dimensions; the full space where ``dim`` is None."""
+        size = sum(shape.numel() for shape in shapes)
         if dim is None:
             return FullSpace(size)
         check_dim(dim, size)
@@ -88,6 +92,11 @@ class SparseMap:
         """The number of buckets, k."""
         return self.dim
 
+    def part(self, start: int, size: int) -> SparseMap:
+        """The rows of so many coordinates, which have entries in any of the k columns."""
+        place = slice(start, start + size)
+        return replace(self, bucket=self.bucket[place], weight=self.weight[place])
+
     def add_projected(self, out: Tensor, rows: Tensor, start: int) -> None:
         """Add each signed coordinate to its bucket."""
         place = slice(start, start + rows.shape[1])
@@ -100,7 +109,7 @@ class SparseMap:
         signed = values * self.weight[place].view(shape)[index]
         out.scatter_add_(1, self.bucket[place].view(shape)[index].flatten(1).long(), signed.flatten(1))
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
         """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:
