@@ -134,13 +134,17 @@ def _convolution(layer: Convolution, activations: list[Tensor], places: Places, 
     patches = Patches.of_calls(layer, activations)
     if (quick := _quick_convolution(layer, patches, places, rows)) is not None:
         return quick
-    kept = [one.of(slice(None)) for one in patches] if rows > 1 else None
+    kept = [one.ordered(one.of(slice(None))) for one in patches] if rows > 1 else None
+    if kept is not None and RowsTogether.pays(layer, places):
+        return RowsTogether(layer, [one[:, 0] for one in kept], places)
 
     def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            window = patches[number].of(piece) if kept is None else kept[number][piece]
-            found[layer.weight] = patches[number].product(window, backprop).reshape(-1, *layer.weight.shape)
+            if kept is None:
+                found[layer.weight] = patches[number].product(patches[number].of(piece), backprop)
+            else:
+                found[layer.weight] = _product(kept[number][piece], backprop)
         if layer.bias is not None and layer.bias in places.starts:
             found[layer.bias] = backprop.flatten(2).sum(2)
         return found
@@ -235,9 +239,7 @@ class Patches:
 
     def product(self, patches: Tensor, backprop: Tensor) -> Tensor:
         """Output gradients (records, outputs, …) times patches: the weight's gradients (records, outputs, patch)."""
-        batch, groups, positions, patch = patches.shape
-        d = backprop.reshape(batch * groups, -1, positions)
-        return self.ordered(torch.bmm(d, patches.reshape(batch * groups, positions, patch))).reshape(batch, -1, patch)
+        return self.ordered(_product(patches, backprop))
 
     def ordered(self, patches: Tensor) -> Tensor:
         """Patches (…, patch) with the channels outermost, as the weight has them."""
@@ -246,6 +248,60 @@ class Patches:
         kernel = self._layer.kernel_size
         apart = patches.reshape(*patches.shape[:-1], *kernel, -1)
         return apart.movedim(-1, -1 - len(kernel)).flatten(-1 - len(kernel))
+
+
+def _product(patches: Tensor, backprop: Tensor) -> Tensor:
+    """Output gradients (records, outputs, …) times patches (records, groups, positions, patch), in the patches' order."""
+    batch, groups, positions, patch = patches.shape
+    d = backprop.reshape(batch * groups, -1, positions)
+    return torch.bmm(d, patches.reshape(batch * groups, positions, patch)).reshape(batch, -1, patch)
+
+
+class RowsTogether:
+    """The rule of a convolution with long patches and few outputs: its patches are read once for all rows.
+
+    Output gradients are kept until ``finish``, which has to be called after the last row.
+
+    Args:
+        layer: a convolution without groups.
+        patches: of its calls, (B, positions, patch) in the order of the weight.
+        places: of the parameters.
+    """
+
+    def __init__(self, layer: Convolution, patches: list[Tensor], places: Places):
+        self._layer, self._patches, self._places = layer, patches, places
+        self._rows: list[Tensor] = []
+        self._backprops: list[list[Tensor | None]] = []
+
+    @staticmethod
+    def pays(layer: Convolution, places: Places) -> bool:
+        """Whether the output gradients of a few rows are smaller than the patches."""
+        shape = layer.weight.shape
+        return layer.weight in places.starts and layer.groups == 1 and shape[1:].numel() >= 4 * shape[0]
+
+    def __call__(self, row: Tensor, backprops: Sequence[Tensor | None]) -> None:
+        """Keep what a row needs, and add the bias' part."""
+        found = [None if b is None else b.detach().flatten(2) for b in backprops]
+        self._rows.append(row)
+        self._backprops.append(found)
+        bias = self._layer.bias
+        if bias is not None and bias in self._places.starts:
+            self._places.add(row, {bias: torch.stack([b.sum(2) for b in found if b is not None]).sum(0)})
+
+    def finish(self) -> None:
+        """Add the weight's part to all rows."""
+        weight, count = self._layer.weight, len(self._rows)
+        if count == 0:  # the layer's output did not reach the model's
+            return
+        by_call = list(zip(*self._backprops, strict=True))
+        reached = [(x, d) for x, d in zip(self._patches, by_call, strict=True) if d[0] is not None]
+        for piece in record_pieces(len(self._rows[0]), count * weight.numel(), self._places.projection.least_records):
+            products = [torch.bmm(torch.cat([d[piece] for d in ds], dim=1), x[piece]) for x, ds in reached]
+            total = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+            rows = torch.zeros_like(self._rows[0][piece]).repeat_interleave(count, dim=0)
+            self._places.add(rows, {weight: total.reshape(len(rows), -1)})
+            for row, own in zip(self._rows, rows.view(-1, count, rows.shape[1]).unbind(1), strict=True):
+                row[piece] += own
 
 
 class MatrixGradients:
