@@ -8,7 +8,8 @@ Times are CPU seconds, memory is the peak resident set above that of the imports
 * ``ranks``: one pass over random images with the source paper's CNN (6,722 parameters, k = 400, sparse projection), by one
   process and by two: the same records (strong scaling), and the same records a rank (weak scaling).
 * ``parameters``: passes of the engine over random records, for a residual perceptron of four square layers and 10
-  outputs, sparse projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row).
+  outputs, sparse and structured projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row), beside
+  the network's own forward and backward passes.
 * ``dimensions``: k from 100 to 4,000 for 100,000 parameters: the pass with exact curvature, the eigendecomposition, a draw.
 * ``estimate``: a paper estimate for 10⁹ records and 10⁹ parameters from unit costs of the two tables.
 """
@@ -22,6 +23,8 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import timing
 from benchmarks.timing import Timings, cpu_seconds, peak_mb
 from opacus_expm.experiments.journal import Journal
@@ -33,9 +36,10 @@ RANK_JOBS = {  # ranks and records
     "2 ranks, weak": (2, 2 * RANK_RECORDS),
 }
 OUTPUTS = 10
-BATCH = 16
-WIDTHS = {10_000: 49, 100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
-RECORDS = {10_000: 2048, 100_000: 1024, 1_000_000: 256, 10_000_000: 48, 20_000_000: 48}
+BATCH = 32
+WIDTHS = {100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
+WAYS, ROWS = ("network", "sparse", "structured"), (OUTPUTS - 1, 1)
+RECORDS, LEAST_BATCHES, LEAST_ERROR, MOST_SECONDS = 8192, 6, 0.01, 40.0
 DIM = 400
 DIMS = (100, 400, 1000, 2000, 4000)
 DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
@@ -108,44 +112,80 @@ def perceptron(parameters: int, records: int):
     return model, DataLoader(data, batch_size=BATCH)
 
 
-def gather(model, loader, dim: int, **options):
-    """One pass of the engine."""
+def gather(model, loader, dim: int):
+    """One pass of the engine, with the sparse projection."""
     import torch
 
-    from opacus_expm import ExpMQuadEngine, Sparse
+    from opacus_expm import ExpMQuadEngine
 
-    bounds = {"max_grad_norm": 1.0, "max_curvature": 1.0, **options}
     return ExpMQuadEngine().gather(
-        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection=Sparse(seed=0),
-        grad_sample_mode="hooks", progress=False, **bounds,
+        model, loader, dim, criterion=torch.nn.CrossEntropyLoss(), projection=recipe_of("sparse"),
+        grad_sample_mode="hooks", progress=False, max_grad_norm=1.0, max_curvature=1.0,
     )  # fmt: skip
 
 
-def parameters(size: int, curvature: int) -> dict:
-    """A pass over random records, and what is paid once: copies of the model, the map, the check of the hooks."""
-    model, loader = perceptron(size, RECORDS[size])
+def parameters(size: int, way: str, rows: int) -> dict:
+    """CPU seconds of a record, with a standard error, for the network by itself or for a pass with a projection.
+
+    Batches are timed one by one after the first, until the error is small or there are enough of them.
+    """
+    model, loader = perceptron(size, RECORDS)
     empty = peak_mb()
-    options = {} if curvature else {"max_curvature": 0.0}
-    _, once = cpu_seconds(lambda: gather(model, first_batch(loader), DIM, **options))
-    _, seconds = cpu_seconds(lambda: gather(model, loader, DIM, **options))
-    per_record = (seconds - once) / (RECORDS[size] - BATCH)
+    ready = (lambda: network(model, loader, rows)) if way == "network" else lambda: a_pass(model, loader, way, rows)
+    batches, once = cpu_seconds(ready)
+    next(batches)
+    ticks: list[float] = []
+    for _ in batches:
+        ticks.append(time.process_time())
+        each = np.diff(ticks) / BATCH
+        error = each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else np.inf
+        settled = error < LEAST_ERROR * each.mean() or ticks[-1] - ticks[0] > MOST_SECONDS
+        if len(each) >= LEAST_BATCHES and settled:
+            break
     return {
-        "p": sum(p.numel() for p in model.parameters()), "rows": OUTPUTS - 1 if curvature else 1,
-        "per_record": per_record, "once": once - BATCH * per_record, "mb": peak_mb() - empty,
+        "p": sum(p.numel() for p in model.parameters()), "per_record": each.mean(), "batches": len(each),
+        "error": error, "once": once, "mb": peak_mb() - empty,
     }  # fmt: skip
 
 
-def first_batch(loader):
-    """A loader of the first batch alone."""
-    from torch.utils.data import DataLoader, Subset
+def network(model, loader, rows: int):
+    """A forward pass and so many backward passes for each batch, as plain PyTorch has them."""
+    import torch
 
-    return DataLoader(Subset(loader.dataset, range(BATCH)), batch_size=BATCH)
+    trainable = list(model.parameters())
+    return (
+        [torch.autograd.grad(outputs[:, i].sum(), trainable, retain_graph=i + 1 < rows) for i in range(rows)]
+        for outputs in (model(inputs) for inputs, _ in loader)
+    )
+
+
+def a_pass(model, loader, projection: str, rows: int):
+    """A pass of the engine, batch by batch, once all is ready that is paid once: copies, the map, the check of the hooks."""
+    import torch
+
+    from opacus_expm import GradSampling
+    from opacus_expm.gathering import looks
+    from opacus_expm.gathering.clipping import ClippingBounds
+    from opacus_expm.gathering.measurement import Measurement
+    from opacus_expm.gathering.passes import Workbench
+    from opacus_expm.gathering.ranks import Ranks
+
+    recipe, criterion = recipe_of(projection), torch.nn.CrossEntropyLoss()
+    bench = Workbench(model, Measurement(recipe, DIM, criterion, grad_sampling=GradSampling("hooks"), progress=False))
+    looks.prepare(bench, loader)
+    one = bench.open(ClippingBounds(1.0, 1.0 if rows > 1 else 0.0), RECORDS, Ranks(), bench.pieces.padded(loader))
+    return (one.add_pieces([piece]) for piece in bench.begin(loader, "loader"))
+
+
+def recipe_of(projection: str):
+    """A subspace by its name, with a seed."""
+    from opacus_expm.subspaces import named
+
+    return named(projection).seeded(0)
 
 
 def dimensions(dim: int) -> dict:
     """A pass with exact curvature, the eigendecomposition and one draw."""
-    import numpy as np
-
     from opacus_expm.mechanism.sampling import Exact
 
     model, loader = perceptron(DIM_PARAMETERS, DIM_RECORDS)
@@ -175,7 +215,7 @@ def update_seconds(dim: int) -> float:
 
 ITEMS = {
     "ranks": [f"ranks {count} {records}" for count, records in RANK_JOBS.values()],
-    "parameters": [f"parameters {size} {curvature}" for size in WIDTHS for curvature in (1, 0)],
+    "parameters": [f"parameters {size} {way} {rows}" for size in WIDTHS for rows in ROWS for way in WAYS],
     "dimensions": [f"dimensions {dim}" for dim in DIMS],
 }
 MEASURES = {"ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
@@ -191,7 +231,7 @@ def run_one(item: str, log: Path) -> dict:
     torch.set_num_threads(1)
     kind, *arguments = item.split()
     options = {"directory": str(log)} if kind == "shared" else {}
-    return MEASURES[kind](*map(int, arguments), **options)
+    return MEASURES[kind](*(int(a) if a.isdigit() else a for a in arguments), **options)
 
 
 def measure(names: list[str], log: Path) -> Timings:
@@ -231,15 +271,23 @@ def print_ranks(found: Timings) -> None:
 
 
 def print_parameters(found: Timings) -> None:
-    """Time and memory by p."""
-    print(f"sparse projection, k = {DIM}, {OUTPUTS} outputs, batch {BATCH}")
-    print(f"{'p':>12} {'exact ms/record':>16} {'MB':>6} {'gradient ms/record':>19} {'MB':>6} {'once, s':>8}")
-    for size in WIDTHS:
-        exact, gradient = (found.runs[f"parameters {size} {curvature}"][0] for curvature in (1, 0))
-        print(
-            f"{exact['p']:12,} {1e3 * exact['per_record']:16.2f} {exact['mb']:6.0f} {1e3 * gradient['per_record']:19.2f} "
-            f"{gradient['mb']:6.0f} {exact['once']:8.2f}"
-        )
+    """Time a row and memory by p, and how many times as much the largest model needs as the smallest."""
+    print(
+        f"k = {DIM}, {OUTPUTS} outputs, batch {BATCH}, CPU time of a row, its standard error, memory, and what is paid once"
+    )
+    for rows in ROWS:
+        print(f"{rows} row(s) a record")
+        print(f"{'p':>12} " + " ".join(f"{way + ', ms':>16} {'±':>6} {'MB':>5} {'once, s':>7}" for way in WAYS))
+        for size in WIDTHS:
+            runs = [found.runs[f"parameters {size} {way} {rows}"][0] for way in WAYS]
+            each = [(1e3 * run["per_record"] / rows, 1e3 * run["error"] / rows, run["mb"], run["once"]) for run in runs]
+            cells = (f"{ms:16.3f} {error:6.3f} {mb:5.0f} {once:7.1f}" for ms, error, mb, once in each)
+            print(f"{runs[0]['p']:12,} " + " ".join(cells))
+        for way in WAYS:
+            few, many = (found.runs[f"parameters {size} {way} {rows}"][0] for size in (min(WIDTHS), max(WIDTHS)))
+            print(
+                f"{way}: {many['per_record'] / few['per_record']:.0f} times for {many['p'] / few['p']:.0f} times as many"
+            )
 
 
 def print_dimensions(found: Timings) -> None:
@@ -259,6 +307,8 @@ def print_dimensions(found: Timings) -> None:
 def estimate(found: Timings) -> dict:
     """Core hours, memory and traffic for 10⁹ records and parameters, each unit cost from the largest measured size.
 
+    The projection is the structured one.
+
     With u_r the cost of a record with r rows per parameter that is used at one position (forward, and r times backward,
     per-sample gradient and projection), h that of a row of S per k², and e that of the eigendecomposition per k³:
 
@@ -267,8 +317,10 @@ def estimate(found: Timings) -> dict:
     A model that uses its parameters at T positions of a record (tokens) pays the forward and backward part T times.
     """
     unit = {
-        row["rows"]: row["per_record"] / row["p"]
-        for row in (found.runs[f"parameters {max(WIDTHS)} {curvature}"][0] for curvature in (0, 1))
+        rows: run["per_record"] / run["p"]
+        for rows, run in (
+            (rows, found.runs[f"parameters {max(WIDTHS)} structured {rows}"][0]) for rows in reversed(ROWS)
+        )
     }
     top = found.runs[f"dimensions {max(DIMS)}"][0]
     h, e = top["update"] / top["k"] ** 2, top["spectrum"] / top["k"] ** 3
@@ -276,19 +328,19 @@ def estimate(found: Timings) -> dict:
     print(f"{n:.0e} records, {p:.0e} parameters, one position a record; unit costs:")
     costs = ", ".join(f"{1e9 * cost:.1f} ns with {rows} row(s)" for rows, cost in unit.items())
     print(f"a record and parameter {costs}; a row of S {1e12 * h:.0f} ps · k²; eigenvectors {1e12 * e:.0f} ps · k³")
-    print(f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'map':>6} {'S':>7} {'sent':>7}")
+    print(f"{'k':>6} {'rows':>5} {'core hours':>11} {'of S':>9} {'spectrum':>9} {'S':>7} {'sent':>7}")
     table = []
     for dim in ESTIMATE["dims"]:
         for rows, cost in unit.items():
             update = n * rows * dim**2 * h / 3600
             row = {
                 "k": dim, "rows": rows, "core_hours": n * p * cost / 3600 + update, "of_s": update,
-                "spectrum": e * dim**3, "map_gb": 8 * p / 1e9, "s_mb": 8 * dim**2 / 1e6,
+                "spectrum": e * dim**3, "s_mb": 8 * dim**2 / 1e6,
                 "sent_mb": 8 * (dim + dim * (dim + 1) / 2) / 1e6,
             }  # fmt: skip
             table.append(row)
             print(
-                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s {row['map_gb']:3.0f} GB "
+                f"{dim:6} {rows:5} {row['core_hours']:11.2e} {update:9.1e} {row['spectrum']:7.0f} s "
                 f"{row['s_mb']:4.0f} MB {row['sent_mb']:4.0f} MB"
             )
     return {"record_and_parameter": unit, "update": h, "spectrum": e, "table": table}

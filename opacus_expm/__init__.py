@@ -13,7 +13,7 @@ from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.gathering.ranks import RankFailed
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel
+from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, Structured
 
 if TYPE_CHECKING:
     from opacus_expm.experiments import datasets, tasks
@@ -35,6 +35,7 @@ __all__ = [
     "Sparse",
     "Statistics",
     "Stiefel",
+    "Structured",
     "compare",
     "datasets",
     "make_private_expm",

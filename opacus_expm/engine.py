@@ -157,8 +157,9 @@ class ExpMQuadEngine(NotCopied):
             public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
                 private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε. Without
                 a radius its curvature is the metric, which pays where public records are many and like the private ones.
-            projection: ``"sparse"`` or ``"stiefel"``, random; ``"preconditioned"``, where the curvature of public records
-                gives the metric of the ball; or a recipe with its own settings, such as ``Sparse(seed=0)``.
+            projection: ``"sparse"``, ``"structured"`` for large models, or ``"stiefel"``, all random; ``"preconditioned"``,
+                where the curvature of public records gives the metric of the ball; or a recipe with its own settings, such
+                as ``Sparse(seed=0)``.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             views: a function from a batch of inputs to a list of batches like it, the same records seen differently, such
                 as ``gathering.views.pixel_shifts``. A record counts with the mean over its views, which is then clipped:

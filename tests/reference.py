@@ -7,7 +7,7 @@ the package that several tests need are put together at the end.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering import clipping
 from opacus_expm.gathering.clipping import ClippedAdder, ClippedSums
-from opacus_expm.subspaces import Projection, Sparse, Stiefel
+from opacus_expm.subspaces import Projection, Sparse, Stiefel, Structured
 
 # ---------------------------------------------------------------------------------------------------- the twin
 
@@ -654,10 +654,22 @@ CASE = {case.name: case for case in CASES}
 CPU = torch.device("cpu")
 
 
-def random_map(kind: str, size: int, dim: int | None, seed: int = 0, dtype: torch.dtype = torch.float64) -> Projection:
-    """A map that needs no public data: ``"sparse"``, ``"stiefel"`` or ``"full"``."""
-    recipe = Stiefel(seed) if kind == "stiefel" else Sparse(seed)
-    return recipe.build(size, None if kind == "full" else dim, CPU, dtype)
+def flat(size: int) -> tuple[torch.Size, ...]:
+    """The shape of so many parameters in one vector."""
+    return (torch.Size([size]),)
+
+
+def random_map(
+    kind: str,
+    shapes: int | Sequence[torch.Size],
+    dim: int | None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Projection:
+    """A map that needs no public data, by its recipe or ``"full"``, of so many parameters or of these shapes."""
+    recipe = {"stiefel": Stiefel, "structured": Structured}.get(kind, Sparse)(seed)
+    shapes = flat(shapes) if isinstance(shapes, int) else shapes
+    return recipe.build(shapes, None if kind == "full" else dim, CPU, dtype)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

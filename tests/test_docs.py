@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
+from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel, Structured
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
@@ -137,11 +137,12 @@ def test_every_option_has_its_row_and_no_other():
 
 def test_every_setting_of_a_subspace_has_its_row_and_no_other():
     table = text_of(FOLDER / "options.md").partition("## Subspaces")[2].partition("## Per-sample gradients")[0]
+    recipes = {Sparse, Structured, Stiefel, Preconditioned}
     for name in first_column(table):
-        owners = {recipe for recipe in (Sparse, Stiefel, Preconditioned) if name in settings(recipe)}
+        owners = {recipe for recipe in recipes if name in settings(recipe)}
         cell = re.search(rf"^\| `{name}` \| (.*?) \|", table, re.MULTILINE)[1]
-        assert owners == ({Sparse, Stiefel, Preconditioned} if cell == "all" else {Preconditioned})
-    assert set(first_column(table)) == settings(Sparse) | settings(Stiefel) | settings(Preconditioned)
+        assert owners == (recipes if cell == "all" else {Preconditioned})
+    assert set(first_column(table)) == set().union(*map(settings, recipes))
 
 
 def test_every_module_has_its_row_and_no_other():

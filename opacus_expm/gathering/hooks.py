@@ -42,6 +42,7 @@ from opacus_expm.gathering.layers import (
     PerSampleGradients,
     Places,
     PositionPairs,
+    RowsTogether,
     Rule,
     is_matrix,
     looked_up,
@@ -334,6 +335,9 @@ class ProjectedGradSampleModule(GradSampleModule):
                     continue
                 self._check_batch(layer, [calls[i].activation for i in at], found, batch)
                 rules[layer](row, found)
+        for rule in rules.values():
+            if isinstance(rule, RowsTogether):
+                rule.finish()
         return projection.finish(rows).transpose(0, 1)
 
     def layer_pairs(

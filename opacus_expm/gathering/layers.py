@@ -15,6 +15,7 @@ next few: memory does not grow with batch × parameters, and what is written is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
-from opacus_expm.subspaces.base import LinearRows, Projection
+from opacus_expm.subspaces.base import Inputs, LinearRows, Projection
 
 PerSampleGradients = dict[Tensor, Tensor]  # by parameter, with a leading batch dimension
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -93,7 +94,8 @@ def _linear(layer: nn.Linear, activations: list[Tensor], places: Places, rows: i
     place = None if bias is None else places.starts.get(bias)
     quick: LinearRows | None = None
     if weight in places.starts:
-        quick = places.projection.linear(x, weight.shape, places.starts[weight], place, rows)
+        inputs = Inputs(x.shape[1], lambda matrix: x @ matrix)
+        quick = places.projection.linear(inputs, weight.shape, places.starts[weight], place, rows)
 
     def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
         d = _positions(_filled(backprops, [x.shape[:-1] for x in activations]))
@@ -125,20 +127,50 @@ def _filled(backprops: Sequence[Tensor | None], shapes: Sequence[torch.Size]) ->
 
 
 def _convolution(layer: Convolution, activations: list[Tensor], places: Places, rows: int) -> Rule:
-    """Weight gradient: output gradient (channels × positions) times the input patches, unfolded once for several rows."""
+    """Weight gradient: output gradient (channels × positions) times the input patches, unfolded once for several rows.
+
+    Some maps have a faster way (``Projection.linear``), to which a product with patches is a convolution.
+    """
     patches = Patches.of_calls(layer, activations)
-    kept = [one.of(slice(None)) for one in patches] if rows > 1 else None
+    if (quick := _quick_convolution(layer, patches, places, rows)) is not None:
+        return quick
+    kept = [one.ordered(one.of(slice(None))) for one in patches] if rows > 1 else None
+    if kept is not None and RowsTogether.pays(layer, places):
+        return RowsTogether(layer, [one[:, 0] for one in kept], places)
 
     def gradients(number: int, piece: slice, backprop: Tensor) -> PerSampleGradients:
         found: PerSampleGradients = {}
         if layer.weight in places.starts:
-            window = patches[number].of(piece) if kept is None else kept[number][piece]
-            found[layer.weight] = patches[number].product(window, backprop).reshape(-1, *layer.weight.shape)
+            if kept is None:
+                found[layer.weight] = patches[number].product(patches[number].of(piece), backprop)
+            else:
+                found[layer.weight] = _product(kept[number][piece], backprop)
         if layer.bias is not None and layer.bias in places.starts:
             found[layer.bias] = backprop.flatten(2).sum(2)
         return found
 
     return places.rule(layer, gradients, max(one.size for one in patches) if rows == 1 else 1)
+
+
+def _quick_convolution(layer: Convolution, patches: list[Patches], places: Places, rows: int) -> Rule | None:
+    """The map's own way to a convolution's rows, call by call; None where there is none."""
+    if layer.weight not in places.starts or layer.groups > 1:
+        return None
+    place = None if layer.bias is None else places.starts.get(layer.bias)
+    shape, start = layer.weight.shape, places.starts[layer.weight]
+    quick: list[LinearRows] = []
+    for one in patches:
+        found = places.projection.linear(Inputs(one.positions, one.times), shape, start, place, rows)
+        if found is None:
+            return None
+        quick.append(found)
+
+    def apply(row: Tensor, backprops: Sequence[Tensor | None]) -> None:
+        for add, backprop in zip(quick, backprops, strict=True):
+            if backprop is not None:
+                add(row, backprop.detach().movedim(1, -1).flatten(1, -2))
+
+    return apply
 
 
 class Patches:
@@ -154,18 +186,25 @@ class Patches:
     """
 
     def __init__(self, layer: Convolution, inputs: Tensor, *, channels_last: bool):
-        self._layer, self._channels_last = layer, channels_last
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        padding = layer._reversed_padding_repeated_twice
-        self._inputs = (
-            F.pad(inputs, padding, mode=mode) if any(padding) else inputs
-        )  # where nothing is added, it copies
+        self._layer, self._given, self._channels_last = layer, inputs, channels_last
+        ends = layer._reversed_padding_repeated_twice[::-1]
+        added = [sum(ends[i : i + 2]) for i in range(0, len(ends), 2)]
         self.positions = math.prod(
-            (size - dilation * (kernel - 1) - 1) // stride + 1
-            for size, kernel, stride, dilation in zip(
-                self._inputs.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True
+            (size + around - dilation * (kernel - 1) - 1) // stride + 1
+            for size, around, kernel, stride, dilation in zip(
+                inputs.shape[2:], added, layer.kernel_size, layer.stride, layer.dilation, strict=True
             )
         )
+
+    @functools.cached_property
+    def _inputs(self) -> Tensor:
+        """The inputs with what the layer adds around them."""
+        layer = self._layer
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        padding = layer._reversed_padding_repeated_twice
+        return (
+            F.pad(self._given, padding, mode=mode) if any(padding) else self._given
+        )  # where nothing is added, it copies
 
     @classmethod
     def of_calls(cls, layer: Convolution, activations: Sequence[Tensor]) -> list[Patches]:
@@ -176,7 +215,7 @@ class Patches:
     @property
     def size(self) -> int:
         """The number of elements of one record's patches."""
-        return self.positions * self._inputs.shape[1] * math.prod(self._layer.kernel_size)
+        return self.positions * self._given.shape[1] * math.prod(self._layer.kernel_size)
 
     def of(self, piece: slice) -> Tensor:
         """(records, groups, positions, patch), for some of the records."""
@@ -192,11 +231,15 @@ class Patches:
         x = x.reshape(len(x), layer.groups, -1, *x.shape[2:]).movedim(2, 2 + dims)
         return x.flatten(2 + dims).flatten(2, 1 + dims)
 
+    def times(self, matrix: Tensor) -> Tensor:
+        """The patches times a matrix (patch, r), as (B, positions, r): a convolution, for which no patches are needed."""
+        weight = matrix.T.reshape(-1, *self._layer.weight.shape[1:])
+        found: Tensor = self._layer._conv_forward(self._given, weight, None)
+        return found.movedim(1, -1).flatten(1, -2)
+
     def product(self, patches: Tensor, backprop: Tensor) -> Tensor:
         """Output gradients (records, outputs, …) times patches: the weight's gradients (records, outputs, patch)."""
-        batch, groups, positions, patch = patches.shape
-        d = backprop.reshape(batch * groups, -1, positions)
-        return self.ordered(torch.bmm(d, patches.reshape(batch * groups, positions, patch))).reshape(batch, -1, patch)
+        return self.ordered(_product(patches, backprop))
 
     def ordered(self, patches: Tensor) -> Tensor:
         """Patches (…, patch) with the channels outermost, as the weight has them."""
@@ -205,6 +248,60 @@ class Patches:
         kernel = self._layer.kernel_size
         apart = patches.reshape(*patches.shape[:-1], *kernel, -1)
         return apart.movedim(-1, -1 - len(kernel)).flatten(-1 - len(kernel))
+
+
+def _product(patches: Tensor, backprop: Tensor) -> Tensor:
+    """Output gradients (records, outputs, …) times patches (records, groups, positions, patch), in the patches' order."""
+    batch, groups, positions, patch = patches.shape
+    d = backprop.reshape(batch * groups, -1, positions)
+    return torch.bmm(d, patches.reshape(batch * groups, positions, patch)).reshape(batch, -1, patch)
+
+
+class RowsTogether:
+    """The rule of a convolution with long patches and few outputs: its patches are read once for all rows.
+
+    Output gradients are kept until ``finish``, which has to be called after the last row.
+
+    Args:
+        layer: a convolution without groups.
+        patches: of its calls, (B, positions, patch) in the order of the weight.
+        places: of the parameters.
+    """
+
+    def __init__(self, layer: Convolution, patches: list[Tensor], places: Places):
+        self._layer, self._patches, self._places = layer, patches, places
+        self._rows: list[Tensor] = []
+        self._backprops: list[list[Tensor | None]] = []
+
+    @staticmethod
+    def pays(layer: Convolution, places: Places) -> bool:
+        """Whether the output gradients of a few rows are smaller than the patches."""
+        shape = layer.weight.shape
+        return layer.weight in places.starts and layer.groups == 1 and shape[1:].numel() >= 4 * shape[0]
+
+    def __call__(self, row: Tensor, backprops: Sequence[Tensor | None]) -> None:
+        """Keep what a row needs, and add the bias' part."""
+        found = [None if b is None else b.detach().flatten(2) for b in backprops]
+        self._rows.append(row)
+        self._backprops.append(found)
+        bias = self._layer.bias
+        if bias is not None and bias in self._places.starts:
+            self._places.add(row, {bias: torch.stack([b.sum(2) for b in found if b is not None]).sum(0)})
+
+    def finish(self) -> None:
+        """Add the weight's part to all rows."""
+        weight, count = self._layer.weight, len(self._rows)
+        if count == 0:  # the layer's output did not reach the model's
+            return
+        by_call = list(zip(*self._backprops, strict=True))
+        reached = [(x, d) for x, d in zip(self._patches, by_call, strict=True) if d[0] is not None]
+        for piece in record_pieces(len(self._rows[0]), count * weight.numel(), self._places.projection.least_records):
+            products = [torch.bmm(torch.cat([d[piece] for d in ds], dim=1), x[piece]) for x, ds in reached]
+            total = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+            rows = torch.zeros_like(self._rows[0][piece]).repeat_interleave(count, dim=0)
+            self._places.add(rows, {weight: total.reshape(len(rows), -1)})
+            for row, own in zip(self._rows, rows.view(-1, count, rows.shape[1]).unbind(1), strict=True):
+                row[piece] += own
 
 
 class MatrixGradients:

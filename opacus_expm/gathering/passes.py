@@ -59,6 +59,7 @@ from opacus_expm.subspaces.metric import Block
 
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
+_PRODUCTS = 2**25  # of a forward pass on the records that are differentiated together: they stay in cache
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
@@ -89,13 +90,13 @@ class Workbench:
         self.layout = Layout.of(self._working)
         self.device, self.dtype = next(self._working.parameters()).device, compute_dtype(self._working)
         self.map: Projection = measurement.subspace.build(
-            self.layout.size, measurement.proj_dim, self.device, self.dtype
+            self.layout.shapes, measurement.proj_dim, self.device, self.dtype
         )
         self.pieces = loaders.Pieces(measurement.max_physical_batch_size) if pieces is None else pieces
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
         self._criterion: Criterion | None = None
-        self._threads = Threads()
+        self._threads, self._products = Threads(), 1.0
 
     def within(self, subspace: Subspace) -> Workbench:
         """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
@@ -269,7 +270,8 @@ class Workbench:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
         self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
-        self._threads.learn(operations(self._working, example))
+        self._products = max(1.0, operations(self._working, example))
+        self._threads.learn(self._products)
         self._ready = (source if views is None else EachView(source), loss)
 
     def seen(self, stream: Batches) -> Batches:
@@ -292,6 +294,7 @@ class Workbench:
             curvature=curvature,
             probes=self.measurement.grad_sampling.probes,
             pad_to=pad_to,
+            most=_PRODUCTS / self._products,
         )
 
     def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:

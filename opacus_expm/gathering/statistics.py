@@ -192,7 +192,7 @@ class Statistics(PrivateValues):
                     "the model has other weights, or others of them are trainable, than where it was gathered"
                 )
             subspace, sums = subspaces.read(content["subspace"]), ClippedSums.from_dict(content["sums"])
-            projection = subspace.build(layout.size, content["proj_dim"], device, dtype)
+            projection = subspace.build(layout.shapes, content["proj_dim"], device, dtype)
             if projection.dim != len(sums.gradient) or not torch.allclose(
                 _fingerprint(projection), content["fingerprint"], rtol=0, atol=1e-4
             ):

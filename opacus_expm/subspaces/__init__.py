@@ -10,12 +10,24 @@ from opacus_expm.subspaces.base import Projection, Subspace
 from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 from opacus_expm.subspaces.stiefel import Stiefel
+from opacus_expm.subspaces.structured import Structured
 
-__all__ = ["Preconditioned", "Projection", "Sparse", "Stiefel", "Subspace", "SubspaceName", "named", "read"]
+__all__ = [
+    "Preconditioned",
+    "Projection",
+    "Sparse",
+    "Stiefel",
+    "Structured",
+    "Subspace",
+    "SubspaceName",
+    "named",
+    "read",
+]
 
-SubspaceName = Literal["sparse", "stiefel", "preconditioned"]
-_RECIPES: dict[str, type[Sparse | Stiefel | Preconditioned]] = {
+SubspaceName = Literal["sparse", "structured", "stiefel", "preconditioned"]
+_RECIPES: dict[str, type[Sparse | Structured | Stiefel | Preconditioned]] = {
     "sparse": Sparse,
+    "structured": Structured,
     "stiefel": Stiefel,
     "preconditioned": Preconditioned,
 }

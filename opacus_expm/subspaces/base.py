@@ -13,7 +13,8 @@ process and on every device (up to rounding for ``Stiefel``, whose columns come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,19 @@ from torch import Tensor
 from opacus_expm import _check
 
 LinearRows = Callable[[Tensor, Tensor], None]  # (out (B, width), output gradients (B, positions, out))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Inputs:
+    """What a layer that is a matrix gets of each record at its positions; private.
+
+    Attributes:
+        positions: how many there are.
+        times: the inputs times a matrix (in, r), as (B, positions, r).
+    """
+
+    positions: int
+    times: Callable[[Tensor], Tensor]
 
 
 class Projection(Protocol):
@@ -60,12 +74,12 @@ class Projection(Protocol):
         Equal indices add up; ``values`` is (N, T, d), ``index`` (N, T).
         """
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
-        """A faster way to the rows of a linear layer with this weight (out, in), or None where there is none.
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
+        """A faster way to the rows of a linear layer or convolution with this weight, or None where there is none.
 
         Args:
-            inputs: what the layer gets (B, positions, in).
-            shape: of the weight.
+            inputs: what the layer gets.
+            shape: of the weight (out, …).
             weight: place of the weight in R^p.
             bias: place of the bias in R^p, or None.
             rows: how many rows there are going to be for these inputs.
@@ -114,8 +128,10 @@ class Subspace(Protocol):
     def seeded(self, seed: int) -> Subspace:
         """The recipe with this seed."""
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
-        """The map for p = ``size`` parameters and k = ``dim``; None is the full space. Needs a seed.
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
+        """The map for parameters of these shapes, in their order, and k = ``dim``; None is the full space. Needs a seed.
 
         Raises:
             ValueError: k > p, or something that was not learned.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import table
+from opacus_expm.subspaces.base import Inputs, table
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FullSpace:
         """Copy the table to its place."""
         self.add_projected(out, table(values, index, count), start)
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
         """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,9 @@ class Leading:
         """Nothing is random."""
         return self
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
         """The map; it has as many dimensions as there are eigenpairs."""
         if dim is not None:
             raise ValueError(f"proj_dim must be None with leading directions, got {dim}")

@@ -23,7 +23,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Projection, PublicRows, table
+from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, table
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,13 @@ class Metric:
         """Nothing is random."""
         return self
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
         """The map; it has as many dimensions as there are parameters."""
         if dim is not None:
             raise ValueError(f"proj_dim must be None with a metric over the full space, got {dim}")
+        size = sum(shape.numel() for shape in shapes)
         return MetricMap(size, self.blocks, [(a.to(device, dtype), b.to(device, dtype)) for a, b in self.roots])
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,7 +211,7 @@ class MetricMap:
         """Through the dense table."""
         self.add_projected(out, table(values, index, count), start)
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
         """No faster way to rows; ``factors`` need none."""
 
     def factors(self, weight: int, bias: int | None, inputs: Tensor) -> tuple[Block, Tensor, Tensor] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opacus_expm import _check
-from opacus_expm.subspaces.base import Projection, PublicRows, check_dim, check_seed, table
+from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, check_dim, check_seed, table
 from opacus_expm.subspaces.sparse import Sparse
 from opacus_expm.subspaces.stiefel import Columns
 
@@ -93,10 +93,13 @@ class Preconditioned:
         """The recipe with this seed."""
         return replace(self, seed=seed)
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
         """The map for so many parameters and dimensions."""
         if self.curvature is None:
             raise ValueError("projection='preconditioned' needs public curvature: pass public_loader=")
+        size = sum(shape.numel() for shape in shapes)
         if dim is not None:
             check_dim(dim, size)
         vectors = self.curvature.vectors.to(device, dtype)
@@ -109,7 +112,7 @@ class Preconditioned:
         if dim is not None and dim <= vectors.shape[1]:
             base = Columns(vectors[:, :dim].contiguous(), None)
         else:
-            base = Sparse(self.seed).build(size, dim, device, dtype)
+            base = Sparse(self.seed).build(shapes, dim, device, dtype)
         values = self.curvature.eigenvalues.clamp(min=0)
         damping = DAMPING * float(values[0])
         if damping <= 0:
@@ -190,7 +193,7 @@ class PreconditionedMap:
         """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
         """There is no faster way."""
 
     def finish(self, out: Tensor) -> Tensor:

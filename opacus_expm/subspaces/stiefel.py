@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from opacus_expm.subspaces.base import LinearRows, Projection, PublicRows, check_dim, check_seed, table
+from opacus_expm.subspaces.base import Inputs, LinearRows, Projection, PublicRows, check_dim, check_seed, table
 from opacus_expm.subspaces.full import FullSpace
 
 _DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
@@ -41,8 +43,11 @@ class Stiefel:
         """The recipe with this seed."""
         return replace(self, seed=seed)
 
-    def build(self, size: int, dim: int | None, device: torch.device, dtype: torch.dtype) -> Projection:
+    def build(
+        self, shapes: Sequence[torch.Size], dim: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Projection:
         """The map for so many parameters and dimensions; the full space where ``dim`` is None."""
+        size = sum(shape.numel() for shape in shapes)
         if dim is None:
             return FullSpace(size)
         check_dim(dim, size)
@@ -52,6 +57,17 @@ class Stiefel:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, with the kind."""
         return {"kind": self.kind, "seed": self.seed}
+
+
+def orthonormal(random: np.random.Generator, size: int, dim: int) -> NDArray[np.float64]:
+    """Columns (size, dim) that are uniform on the Stiefel manifold: the QR factor of a Gaussian matrix.
+
+    The signs of R's diagonal are moved into the columns; without this the distribution would be that of LAPACK's
+    convention instead of the uniform one.
+    """
+    q, r = np.linalg.qr(random.standard_normal((size, dim)))
+    q *= np.where(np.diag(r) < 0, -1.0, 1.0)
+    return q
 
 
 @dataclass(frozen=True)
@@ -70,15 +86,9 @@ class Columns:
 
     @classmethod
     def uniform(cls, size: int, dim: int, seed: int, device: torch.device, dtype: torch.dtype) -> Columns:
-        """Columns that are uniform on the Stiefel manifold: the QR factor of a Gaussian matrix.
-
-        The signs of R's diagonal are moved into the columns; without this the distribution would be that of LAPACK's
-        convention instead of the uniform one.
-        """
-        normal = np.random.Generator(np.random.Philox(seed)).standard_normal((size, dim))
-        q, r = np.linalg.qr(normal)
-        q *= np.where(np.diag(r) < 0, -1.0, 1.0)
-        return cls(torch.from_numpy(q).to(device, dtype), seed)
+        """Random columns from a seed."""
+        random = np.random.Generator(np.random.Philox(seed))
+        return cls(torch.from_numpy(orthonormal(random, size, dim)).to(device, dtype), seed)
 
     @property
     def size(self) -> int:
@@ -103,15 +113,15 @@ class Columns:
         """Build the dense table, and project it."""
         self.add_projected(out, table(values, index, count), start)
 
-    def linear(self, inputs: Tensor, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
+    def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> LinearRows | None:
         """For one position and several rows the input is contracted with the columns first.
 
         That takes (in + rows) instead of in·rows products for each output and column.
         """
-        if inputs.shape[1] != 1 or rows == 1:
+        if inputs.positions != 1 or rows == 1:
             return None
-        a = self.matrix[weight : weight + shape.numel()].view(*shape, -1)  # (out, in, k)
-        contracted = torch.einsum("bi,oik->bok", inputs[:, 0], a)
+        a = self.matrix[weight : weight + shape.numel()].view(shape[0], -1, self.dim)  # (out, in, k)
+        contracted = inputs.times(a.transpose(0, 1).flatten(1)).view(-1, shape[0], self.dim)
 
         def add(out: Tensor, backprops: Tensor) -> None:
             out += torch.einsum("bo,bok->bk", backprops[:, 0], contracted)

@@ -446,3 +446,48 @@ def test_a_record_that_is_not_masked_is_noticed(monkeypatch):
 def _records(gradients, factors, *, parallel=False):
     """A batch of records as a pass makes them, from g (B, k) and B (B, q, k)."""
     return clipping._finite_only(torch.as_tensor(gradients), torch.as_tensor(factors), parallel=parallel)
+
+
+# --- Few records at a time -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "expected"),
+    [
+        (512, 51.3, 64),
+        (96, 51.3, 48),
+        (512, math.inf, 512),
+        (512, 0.0, 16),
+        (8, 0.0, 8),
+        (100, 60.0, 64),
+        (16, 1e9, 16),
+    ],
+)
+def test_pieces_are_equal_and_whole_blocks(size, most, expected):
+    assert clipping.evenly(size, most) == expected
+
+
+@pytest.mark.parametrize("probes", [None, 2])
+def test_every_piece_has_one_size_and_no_record_is_lost(probes):
+    torch.manual_seed(0)
+    module, x, y = nn.Linear(4, 3).double(), torch.randn(75, 4).double(), torch.randint(3, (75,))
+    sizes = []
+
+    class Source:
+        def outputs_and_pullback(self, inputs):
+            sizes.append(len(inputs))
+            return module(inputs).detach(), lambda c: torch.einsum("brm,bi->brmi", c, inputs).flatten(2)
+
+    criterion = CrossEntropy()
+    found = clipping.record_quadratics(Source(), criterion, x, y, curvature=True, probes=probes, pad_to=80, most=20.0)
+    assert sizes == [32, 32, 32]
+    whole = clipping.record_quadratics(Source(), criterion, x, y, curvature=True, probes=probes, pad_to=80)
+    assert sizes[3:] == [80]
+    assert found.factors is not None
+    assert whole.factors is not None
+    assert torch.allclose(found.gradients, whole.gradients, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(found.gradient_norms, whole.gradient_norms, rtol=1e-12, atol=1e-12)
+    assert found.factors.shape == whole.factors.shape
+    if probes is None:  # else the signs are drawn afresh
+        assert torch.allclose(found.factors, whole.factors, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(found.curvature_norms, whole.curvature_norms, rtol=1e-12, atol=1e-12)

@@ -40,7 +40,7 @@ from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.preconditioned import PreconditionedMap, PublicCurvature
 
 COUNT = 5
-KINDS = ("stiefel", "sparse", "full")
+KINDS = ("stiefel", "sparse", "structured", "full")
 PUBLIC_KINDS = ("preconditioned-leading", "preconditioned", "preconditioned-full")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 SLOW_RULES = ("ignore:There is a performance drop", "ignore:An output with one or more elements was resized")
@@ -71,13 +71,13 @@ def some(inputs: Any, piece: slice) -> Any:
 
 
 def project(module: nn.Module, kind: str, dtype: torch.dtype = torch.float64) -> Projection:
-    size = Layout.of(module).size
+    shapes, size = Layout.of(module).shapes, Layout.of(module).size
     if kind in PUBLIC_KINDS:
         # Of a public curvature of rank 4, the eigenvectors alone, 9 dimensions, or all are used.
         dims = {"preconditioned-leading": 4, "preconditioned": min(9, size), "preconditioned-full": None}
         curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), orthonormal(size, 4, seed=2))
-        return Preconditioned(seed=1, curvature=curvature).build(size, dims[kind], CPU, dtype)
-    return random_map(kind, size, min(7, size), 1, dtype)
+        return Preconditioned(seed=1, curvature=curvature).build(shapes, dims[kind], CPU, dtype)
+    return random_map(kind, shapes, min(13 if kind == "structured" else 7, size), 1, dtype)
 
 
 def row_source(gatherer: str, module: nn.Module, projection: Projection, inputs: Any) -> RowSource:

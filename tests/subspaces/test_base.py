@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import dense, looked_up, normal, projected, random_map
 
-KINDS = ["stiefel", "sparse", "full"]
+KINDS = ["stiefel", "sparse", "structured", "full"]
 kinds = st.sampled_from(KINDS)
 seeds = st.integers(0, 2**63 - 1)
 shapes = st.integers(1, 60).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))  # p and k ≤ p
@@ -95,11 +95,11 @@ def test_float32_is_the_same_map_rounded(kind: str) -> None:
 
 _ELSEWHERE = """
 import json, numpy, torch
-from opacus_expm.subspaces import Sparse, Stiefel
+from opacus_expm.subspaces import Sparse, Stiefel, Structured
 torch.manual_seed(99)  # global seeds play no part
 numpy.random.seed(99)
-for recipe in (Stiefel(5), Sparse(5)):
-    a = recipe.build(40, 6, torch.device("cpu"), torch.float64)
+for recipe in (Stiefel(5), Structured(5), Sparse(5)):
+    a = recipe.build([torch.Size([5, 6]), torch.Size([10])], 6, torch.device("cpu"), torch.float64)
     print(json.dumps([a.lift(e).tolist() for e in torch.eye(6, dtype=torch.float64)]))
 """
 
@@ -107,17 +107,22 @@ for recipe in (Stiefel(5), Sparse(5)):
 @pytest.mark.slow
 def test_the_seed_alone_decides_the_map_in_another_process_too() -> None:
     ran = subprocess.run([sys.executable, "-c", _ELSEWHERE], capture_output=True, text=True, check=True, timeout=60)
-    stiefel, sparse = (torch.tensor(json.loads(line), dtype=torch.float64).T for line in ran.stdout.splitlines())
+    stiefel, structured, sparse = (
+        torch.tensor(json.loads(line), dtype=torch.float64).T for line in ran.stdout.splitlines()
+    )
     assert torch.equal(sparse, dense(random_map("sparse", 40, 6, 5)))
     # LAPACK may differ in the last digits.
-    assert torch.allclose(stiefel, dense(random_map("stiefel", 40, 6, 5)), rtol=0, atol=1e-12)
+    for kind, found in {"stiefel": stiefel, "structured": structured}.items():
+        here = dense(random_map(kind, [torch.Size([5, 6]), torch.Size([10])], 6, 5))
+        assert torch.allclose(found, here, rtol=0, atol=1e-12)
 
 
-@given(kind=st.sampled_from(["stiefel", "sparse"]), seed=seeds)
+@given(kind=st.sampled_from(["stiefel", "sparse", "structured"]), seed=seeds)
 def test_same_seed_same_map_other_seed_other_map(kind: str, seed: int) -> None:
-    a = dense(random_map(kind, 40, 6, seed))
-    assert torch.equal(a, dense(random_map(kind, 40, 6, seed)))
-    assert not torch.allclose(a, dense(random_map(kind, 40, 6, seed ^ 1)), atol=1e-3)
+    shapes = [torch.Size([5, 6]), torch.Size([10])]
+    a = dense(random_map(kind, shapes, 6, seed))
+    assert torch.equal(a, dense(random_map(kind, shapes, 6, seed)))
+    assert not torch.allclose(a, dense(random_map(kind, shapes, 6, seed ^ 1)), atol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import CPU, dense, normal, orthonormal, projected
+from reference import CPU, dense, flat, normal, orthonormal, projected
 
 from opacus_expm.subspaces.leading import Leading
 from opacus_expm.subspaces.preconditioned import PublicCurvature
@@ -17,7 +17,7 @@ def dimensions(found: Leading) -> float:
 
 
 def test_the_map_has_every_direction_in_its_own_unit() -> None:
-    found = Leading(CURVATURE, 0.5).build(20, None, CPU, torch.float64)
+    found = Leading(CURVATURE, 0.5).build(flat(20), None, CPU, torch.float64)
     expected = CURVATURE.vectors @ torch.diag((VALUES + 0.5) ** -0.5)
     assert (found.size, found.dim) == (20, len(VALUES))
     torch.testing.assert_close(dense(found), expected, rtol=0, atol=1e-12)
@@ -27,7 +27,7 @@ def test_the_map_has_every_direction_in_its_own_unit() -> None:
     h = CURVATURE.vectors @ torch.diag(VALUES) @ CURVATURE.vectors.T
     torch.testing.assert_close(expected.T @ h @ expected, torch.diag(VALUES / (VALUES + 0.5)), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="proj_dim must be None with leading directions, got 3"):
-        Leading(CURVATURE, 0.5).build(20, 3, CPU, torch.float64)
+        Leading(CURVATURE, 0.5).build(flat(20), 3, CPU, torch.float64)
 
 
 @pytest.mark.parametrize("wanted", [0.1, 1.0, 3.0])

@@ -30,7 +30,7 @@ def _built(model):
     layout = Layout.of(model)
     blocks = tuple(blocks_of(model, layout).values())
     roots = _roots(blocks)
-    return layout, blocks, roots, Metric(blocks, roots).build(layout.size, None, torch.device("cpu"), torch.float64)
+    return layout, blocks, roots, Metric(blocks, roots).build(layout.shapes, None, torch.device("cpu"), torch.float64)
 
 
 def _kronecker(layout, blocks, roots):
@@ -93,7 +93,7 @@ def test_a_matrix_and_back():
 
 def test_a_dimension_has_no_meaning():
     with pytest.raises(ValueError, match="proj_dim must be None with a metric"):
-        Metric((), ()).build(5, 3, torch.device("cpu"), torch.float64)
+        Metric((), ()).build((torch.Size([5]),), 3, torch.device("cpu"), torch.float64)
 
 
 def test_the_factors_are_not_shown():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import CPU, dense, looked_up, normal, orthonormal, projected, random_map
+from reference import CPU, dense, flat, looked_up, normal, orthonormal, projected, random_map
 from torch import Tensor
 
 from opacus_expm.subspaces import Preconditioned, Projection
@@ -180,7 +180,7 @@ def build(
     dtype: torch.dtype = torch.float64,
     seed: int = 5,
 ) -> Projection:
-    return Preconditioned(seed=seed, curvature=curvature).build(20, dim, CPU, dtype)
+    return Preconditioned(seed=seed, curvature=curvature).build(flat(20), dim, CPU, dtype)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_maps_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(ValueError, match="proj_dim must be a positive integer, got 0"):
         build(0)
     with pytest.raises(ValueError, match="needs public curvature: pass public_loader="):
-        Preconditioned(seed=0).build(20, 5, CPU, torch.float64)
-    flat = PublicCurvature(torch.tensor([0.0, 0.0]).double(), orthonormal(20, 2))
+        Preconditioned(seed=0).build(flat(20), 5, CPU, torch.float64)
+    level = PublicCurvature(torch.tensor([0.0, 0.0]).double(), orthonormal(20, 2))
     with pytest.raises(ValueError, match="public_loader's records have no curvature: use projection='sparse'"):
-        build(5, flat)
+        build(5, level)
 
 
 @pytest.mark.parametrize("size", [19, 21])
@@ -224,7 +224,7 @@ def test_maps_that_cannot_be_made_are_refused() -> None:
 def test_curvature_of_another_model_is_refused(size: int, dim: int | None) -> None:
     """A layer that was frozen after the curvature was measured would shift all that come after it."""
     with pytest.raises(ValueError, match=rf"public curvature of 20 parameters, and the model has {size} that may move"):
-        Preconditioned(seed=0, curvature=CURVATURE).build(size, dim, CPU, torch.float64)
+        Preconditioned(seed=0, curvature=CURVATURE).build(flat(size), dim, CPU, torch.float64)
 
 
 @pytest.mark.parametrize(

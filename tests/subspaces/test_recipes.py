@@ -4,19 +4,21 @@ import pytest
 import torch
 from reference import CPU, dense, orthonormal
 
-from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, named, read
+from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, Structured, named, read
 from opacus_expm.subspaces.preconditioned import PublicCurvature
 
 CURVATURE = PublicCurvature(torch.tensor([2.0, 1.0]).double(), orthonormal(20, 2))
 RECIPES = {
     "sparse": Sparse(4),
+    "structured": Structured(4),
     "stiefel": Stiefel(4),
     "preconditioned": Preconditioned(7, 4, CURVATURE),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("sparse", Sparse), ("stiefel", Stiefel), ("preconditioned", Preconditioned)]
+    ("name", "kind"),
+    [("sparse", Sparse), ("structured", Structured), ("stiefel", Stiefel), ("preconditioned", Preconditioned)],
 )
 def test_a_name_is_a_recipe_with_its_default_settings(name, kind):
     found = named(name)
@@ -29,7 +31,8 @@ def test_a_name_is_a_recipe_with_its_default_settings(name, kind):
 
 @pytest.mark.parametrize("kind", ["dense", "Stiefel", "public", ""])
 def test_unknown_names_are_refused(kind):
-    with pytest.raises(ValueError, match="projection must be one of 'sparse', 'stiefel', 'preconditioned', got"):
+    known = "'sparse', 'structured', 'stiefel', 'preconditioned'"
+    with pytest.raises(ValueError, match=f"projection must be one of {known}, got"):
         named(kind)
 
 
@@ -39,7 +42,7 @@ def test_what_is_no_recipe_is_refused(kind):
         named(kind)
 
 
-@pytest.mark.parametrize("recipe", [Sparse, Stiefel])
+@pytest.mark.parametrize("recipe", [Sparse, Structured, Stiefel])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -66,7 +69,7 @@ def test_what_is_written_gives_the_same_map(name):
     again = read(recipe.to_dict())
     assert type(again) is type(recipe)
     for dim in (2, 9, None):
-        maps = [dense(r.build(20, dim, CPU, torch.float64)) for r in (recipe, again)]
+        maps = [dense(r.build([torch.Size([4, 3]), torch.Size([8])], dim, CPU, torch.float64)) for r in (recipe, again)]
         assert torch.equal(*maps)
     assert again.to_dict() | {"curvature": 0} == recipe.to_dict() | {"curvature": 0}
 
