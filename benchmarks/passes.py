@@ -86,7 +86,8 @@ class Problem:
 
         def root(total):
             total = total / len(few.dataset)
-            values, vectors = torch.linalg.eigh(total + 0.01 * total.trace() / len(total) * torch.eye(len(total)))
+            least = 0.01 * (total.trace() or 1.0) / len(total)  # at LoRA's start no gradient reaches the inner matrix
+            values, vectors = torch.linalg.eigh(total + least * torch.eye(len(total)))
             return (vectors * values.rsqrt()) @ vectors.T
 
         roots = tuple((root(a), root(b)) for a, b in zip(sums.inputs, sums.outputs, strict=True))

@@ -119,7 +119,11 @@ def factor_sums(
 def _squares(block: Block, a: Tensor, b: Tensor) -> Tensor:
     """|bᵀ[a 1]|² of every record, or of the parts of it that are trainable."""
     found = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    if block.inputs:
+    places, outputs, inputs = a.shape[1], b.shape[2], a.shape[2]
+    if block.inputs and places * (outputs + inputs) < outputs * inputs:
+        x, d = a.double(), b.double()
+        found += (torch.bmm(x, x.transpose(1, 2)) * torch.bmm(d, d.transpose(1, 2))).sum((1, 2)).clamp(min=0)
+    elif block.inputs:
         found += torch.linalg.vector_norm(torch.bmm(b.transpose(1, 2), a), dim=(1, 2), dtype=torch.float64).square()
     if block.bias is not None:
         found += b.sum(1).double().square().sum(1)

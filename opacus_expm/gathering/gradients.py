@@ -38,18 +38,29 @@ class Factored(PrivateValues):
 
     def squared_norms(self) -> Tensor:
         """|G|² of every record, rounded up."""
+        found, most = self.terms()
+        return found if self.inputs.shape[1] == 1 else rounded_up(found, most)
+
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """|G|² of every record as it is found, and M."""
         a, b = self.inputs.double(), self.outputs.double()
         sizes = a.square().sum(2) * b.square().sum(2)
         if a.shape[1] == 1:
-            return sizes[:, 0]
-        found = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp(min=0)
-        return found + _ROUNDING * sizes.sqrt().sum(1).square()
+            return sizes[:, 0], sizes[:, 0].sqrt()
+        found = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2))
+        return found, sizes.sqrt().sum(1)
 
     def add(self, total: Tensor, weights: Tensor) -> None:
         """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
         kept = weights[:, None, None] != 0
         b = torch.where(kept, self.outputs.double() * weights[:, None, None], 0.0).flatten(0, 1)
         self.block.add(total, b.T @ torch.where(kept, self.inputs.double(), 0.0).flatten(0, 1))
+
+    def along(self, directions: Tensor) -> Tensor:
+        """G·d of every record for vectors d (s, p): (B, s), float64."""
+        matrices = self.block.matrix(directions).to(self.inputs)
+        found = [(self.inputs @ d.T).mul_(self.outputs).sum((1, 2), dtype=torch.float64) for d in matrices]
+        return torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,6 +81,10 @@ class Formed(PrivateValues):
     def add(self, total: Tensor, weights: Tensor) -> None:
         """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
         self.block.add(total, weighted(self.matrices.flatten(1), weights).view(self.matrices.shape[1:]))
+
+    def along(self, directions: Tensor) -> Tensor:
+        """G·d of every record for vectors d (s, p): (B, s), float64."""
+        return self.matrices.flatten(1).double() @ self.block.matrix(directions).flatten(1).double().T
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,11 +107,15 @@ class LookedUp(PrivateValues):
 
     def squared_norms(self) -> Tensor:
         """|G|² of every record, rounded up."""
+        return rounded_up(*self.terms())
+
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """|G|² of every record as it is found, and M."""
         v = self.values.double()
         same = self.index[:, :, None] == self.index[:, None, :]
-        found = (torch.bmm(v, v.transpose(1, 2)) * same).sum((1, 2)).clamp(min=0)
+        found = (torch.bmm(v, v.transpose(1, 2)) * same).sum((1, 2))
         sizes: Tensor = torch.linalg.vector_norm(v, dim=2)
-        return found + _ROUNDING * sizes.sum(1).square()
+        return found, sizes.sum(1)
 
     def add(self, total: Tensor, weights: Tensor) -> None:
         """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
@@ -104,6 +123,41 @@ class LookedUp(PrivateValues):
         width = kept.shape[2]
         table = total[self.start : self.start + self.count * width].view(self.count, width)
         table.index_add_(0, self.index.flatten(), kept.flatten(0, 1))
+
+    def along(self, directions: Tensor) -> Tensor:
+        """G·d of every record for vectors d (s, p): (B, s), float64."""
+        width = self.values.shape[2]
+        tables = directions[:, self.start : self.start + self.count * width].view(-1, self.count, width)
+        found = [(table[self.index].to(self.values) * self.values).sum((1, 2), dtype=torch.float64) for table in tables]
+        return torch.stack(found, dim=1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tied(PrivateValues):
+    """Gradients of a table that is also the weight of linear layers, where the map is the identity; private.
+
+    |G|² has a term for each of the two and twice their product, Σ_tp b_p[index_t]·(v_t·a_p); M is the sum of both.
+    """
+
+    table: LookedUp
+    layers: Factored
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record, rounded up."""
+        (found, most), (other, more) = self.table.terms(), self.layers.terms()
+        a, b = self.layers.inputs.double(), self.layers.outputs
+        index = self.table.index[:, None, :].expand(-1, b.shape[1], -1)
+        both = (torch.bmm(a, self.table.values.double().transpose(1, 2)) * b.gather(2, index).double()).sum((1, 2))
+        return rounded_up(found + other + 2 * both, most + more)
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        self.table.add(total, weights)
+        self.layers.add(total, weights)
+
+    def along(self, directions: Tensor) -> Tensor:
+        """G·d of every record for vectors d (s, p): (B, s), float64."""
+        return self.table.along(directions) + self.layers.along(directions)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,8 +183,18 @@ class Loose(PrivateValues):
         for (start, size), part in zip(self.spans, parts, strict=True):
             total[start : start + size] += part
 
+    def along(self, directions: Tensor) -> Tensor:
+        """G·d of every record for vectors d (s, p): (B, s), float64."""
+        d = torch.cat([directions[:, start : start + size] for start, size in self.spans], dim=1)
+        return self.rows.double() @ d.double().T
 
-Part = Factored | Formed | LookedUp | Loose
+
+Part = Factored | Formed | LookedUp | Tied | Loose
+
+
+def rounded_up(found: Tensor, most: Tensor) -> Tensor:
+    """|G|² as it was found from products of terms that may cancel, plus what rounding may have taken from it, given M."""
+    return found.clamp(min=0) + _ROUNDING * most.square()
 
 
 def weighted(rows: Tensor, weights: Tensor) -> Tensor:
@@ -169,6 +233,15 @@ class RecordGradients(PrivateValues):
         norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
         norms = norms[: self.count]
         return torch.where(norms.isfinite(), norms, 0.0)
+
+    def along(self, directions: Tensor) -> Tensor:
+        """g·d of every record that is there for vectors d (s, k): (count, s), float64."""
+        found = torch.zeros(self.batch, len(directions), dtype=torch.float64, device=directions.device)
+        if self.rows is not None:
+            found += self.rows.double() @ directions.double().T
+        for part in self.factored:
+            found += part.along(directions)
+        return found[: self.count]
 
     def add(self, total: Tensor, scales: Callable[[Tensor], Tensor]) -> None:
         """Add Σ_i w_i g_i to a vector in float64, with weights w from the norms; a record whose norm is 0 counts nothing."""
