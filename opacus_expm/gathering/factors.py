@@ -77,11 +77,10 @@ def factor_sums(
     source: ProjectedGradSampleModule,
     blocks: dict[nn.Module, Block],
     criterion: Criterion,
-    stream: Iterable[tuple[Any, Tensor]],
-    pad_to: int | None,
+    stream: Iterable[tuple[Any, Tensor, int | None]],
     random: np.random.Generator,
 ) -> FactorSums:
-    """The factors of one pass over records; ``random`` gives the cotangents' z and the signs.
+    """The factors of one pass over records, which come with a number to fill them up to; ``random`` gives z and signs.
 
     **Privacy:** the result is private where the records are; its sensitivity is in the module docstring.
     """
@@ -89,7 +88,7 @@ def factor_sums(
     second = [torch.zeros(b.outputs, b.outputs, dtype=torch.float64) for b in blocks.values()]
     traces: list[Tensor] = []
     order = {layer: i for i, layer in enumerate(blocks)}
-    for inputs, targets in stream:
+    for inputs, targets, pad_to in stream:
         count = len(targets)
         found = torch.zeros(count, len(blocks), dtype=torch.float64)
         inputs, targets = padded(inputs, targets, pad_to)

@@ -61,8 +61,8 @@ from opacus_expm.gathering import records
 from opacus_expm.gathering.collating import PLAIN, Alone
 from opacus_expm.gathering.model import cast_inputs, take
 from opacus_expm.gathering.randomness import FreshWorker
+from opacus_expm.gathering.threads import KERNEL_ROWS
 
-_KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
 _MAGIC = {"__iter__", "__getattr__", "__getattribute__"}  # of a loader; how it is made or printed plays no part
 
@@ -384,14 +384,14 @@ class Pieces:
     def padded(self, loader: DataLoader[Any] | None) -> int | None:
         """To how many records every piece is filled up; None where the loader does not say how large its batches are."""
         size = self._largest or (None if loader is None else batch_size(loader))
-        return self._smaller or (None if size is None else -(-size // _KERNEL_ROWS) * _KERNEL_ROWS)
+        return self._smaller or (None if size is None else -(-size // KERNEL_ROWS) * KERNEL_ROWS)
 
     def halve(self, loader: DataLoader[Any] | None) -> bool:
         """Take half as many records at a time from now on; False where a single one was too large."""
         size = self.padded(loader)
         if size is None or size == 1:
             return False
-        self._smaller = max(1, size // (2 * _KERNEL_ROWS) * _KERNEL_ROWS)
+        self._smaller = max(1, size // (2 * KERNEL_ROWS) * KERNEL_ROWS)
         return True
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from opacus_expm.gathering.passes import Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
 
+Few = Iterator[tuple[Any, Tensor, int | None]]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpanQuadratics(PrivateValues):
@@ -30,6 +32,11 @@ class SpanQuadratics(PrivateValues):
 
     gradients: Tensor
     curvatures: Tensor
+
+
+def _few(bench: Workbench, loader: DataLoader[Any]) -> Few:
+    """All records, a few at a time, and to how many these are filled up."""
+    return bench.few(bench.begin(loader, "loader"), bench.pieces.padded(loader))
 
 
 def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
@@ -63,10 +70,10 @@ def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generat
     """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
 
     def once() -> FactorSums:
-        stream = bench.begin(loader, "loader")
+        stream = _few(bench, loader)
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
-        return factor_sums(source, bench.blocks(), loss, stream, bench.pieces.padded(loader), random)
+        return factor_sums(source, bench.blocks(), loss, stream, random)
 
     return bench.in_memory(once, loader, "loader")
 
@@ -75,8 +82,7 @@ def gradient_norms(bench: Workbench, loader: DataLoader[Any]) -> Array:
     """|g| of every record; 0 for one that is not finite."""
 
     def once() -> Array:
-        pad_to = bench.pieces.padded(loader)
-        found = [bench.gradients(inputs, targets, pad_to).norms for inputs, targets in bench.begin(loader, "loader")]
+        found = [bench.gradients(inputs, targets, size).norms for inputs, targets, size in _few(bench, loader)]
         return torch.cat(found).cpu().numpy()
 
     return bench.in_memory(once, loader, "loader")
@@ -119,10 +125,9 @@ def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Ten
     """A number for every record, from its outputs and its target."""
 
     def once() -> Tensor:
-        pad_to = bench.pieces.padded(loader)
         found = []
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             outputs, _ = bench.prepared[0].outputs_and_pullback(filled)
             found.append(number(outputs, repeated)[: len(targets)].double().cpu())
         return torch.cat(found)
@@ -136,10 +141,9 @@ def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) 
 
     # In one pass: a loader that shuffles has another order in the next, and a row would be of several records.
     def once() -> Tensor:
-        pad_to = bench.pieces.padded(loader)
         found = []
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             columns = []
             for update in updates:
                 bench.shift(update)
@@ -168,9 +172,8 @@ def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, di
     def once() -> SpanQuadratics:
         bench.move(place)
         gradients, curvatures = [], []
-        pad_to = bench.pieces.padded(loader)
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             outputs, rows = _products(bench, filled, directions)
             gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
             rows = rows.double()  # J along the directions (B, …, m, s)
