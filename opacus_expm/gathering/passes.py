@@ -274,7 +274,7 @@ class Workbench:
         self._ready = (source if views is None else EachView(source), loss)
 
     def few(self, stream: Batches, pad_to: int | None) -> Iterator[tuple[Any, Tensor, int | None]]:
-        """The records of a stream, as many at a time as stay in cache, and to how many they are filled up (a public number)."""
+        """The records of a stream, as many at a time as stay in cache, and the public number to fill these up to."""
         for inputs, targets in stream:
             size = self._threads.few(pad_to)
             step = size or len(targets)
