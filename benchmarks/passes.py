@@ -34,7 +34,7 @@ ITEMS = (
 LEFT_OUT = {
     "digits": (),
     "lora": ("exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),
-    "full": ("dp-sgd epoch", "exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),  # p × k, and batch × p
+    "full": ("exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),  # p × k
 }
 DOUBLED = ("direction", "length", "exact sparse 400")
 

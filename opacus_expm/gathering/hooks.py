@@ -17,7 +17,9 @@ saves work over many rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call, jvp
+from torch.func import functional_call, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from opacus_expm.gathering.gradients import RecordGradients
@@ -45,6 +47,7 @@ from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_o
 from opacus_expm.gathering.parts import PartMaker, Seen
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
+from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.layout import Layout
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
@@ -149,19 +152,17 @@ class ProjectedGradSampleModule(GradSampleModule):
         outputs, calls = self._forward(inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
 
-    def outputs_and_products(self, inputs: Any, directions: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Outputs (B, …), and their derivatives along directions in the space of parameters (B, …, s), by forward mode.
+    def outputs_and_products(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs (B, …), and their derivatives along s directions in the space of parameters (B, …, s), by forward mode.
 
         Args:
             inputs: a batch.
-            directions: parameters' tangents by name.
+            tangents: of the parameters by name, each (s, …).
 
         **Privacy:** both hold private values of the batch.
         """
         named = dict(self._module.named_parameters())
-        moving = {name: named[name].detach() for name in directions[0]}
-        # In the order in memory of the parameters, which the layers are fast with.
-        directions = [{name: torch.empty_like(moving[name]).copy_(d[name]) for name in moving} for d in directions]
+        moving = {name: named[name].detach() for name in tangents}
 
         def run(parameters: dict[str, Tensor]) -> Tensor:
             self._restore()
@@ -171,12 +172,35 @@ class ProjectedGradSampleModule(GradSampleModule):
                 functional_call(self._module, parameters, tuple(inputs) if isinstance(inputs, tuple | list) else inputs)
             )
 
-        products = []
-        for direction in directions:
-            with torch.no_grad(), plain_attention():
-                found = jvp(run, (moving,), (direction,))
-            products.append(found[1])
-        return found[0], torch.stack(products, dim=-1)
+        def along(direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            outputs, products = jvp(run, (moving,), (direction,))  # type: ignore[misc]
+            return outputs, products
+
+        count = len(next(iter(tangents.values())))
+        with torch.no_grad(), plain_attention(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a rule is slow
+            if count > 1:
+                with suppress(NotImplementedError, RuntimeError):  # one by one then
+                    return vmap(along, out_dims=(None, -1))(dict(tangents))  # type: ignore[arg-type]
+            # In the order in memory of the parameters, which the layers are fast with.
+            single = [{n: torch.empty_like(p).copy_(tangents[n][i]) for n, p in moving.items()} for i in range(count)]
+            found = [along(direction) for direction in single]
+        return found[0][0], torch.stack([product for _, product in found], dim=-1)
+
+    def outputs_and_row(self, inputs: Any, cotangent: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (B, m), and the derivatives (B, s) of one combination of them along directions (s, p), by a backward pass.
+
+        Args:
+            inputs: a batch.
+            cotangent: the combination (m,), the same for all records.
+            directions: in the space of parameters.
+
+        **Privacy:** both hold private values of the batch.
+        """
+        outputs, calls = self._forward(inputs)
+        whole = Places(self._places.starts, FullSpace(self._places.projection.size))
+        gradients = self._gradients(outputs, calls, cotangent.to(outputs).expand_as(outputs), len(outputs), whole)
+        return outputs.detach(), gradients.along(directions)
 
     def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
         """Outputs, with their graph, and every call of a hooked layer."""
@@ -209,12 +233,16 @@ class ProjectedGradSampleModule(GradSampleModule):
         **Privacy:** both hold private values of the batch.
         """
         outputs, calls = self._forward(inputs)
-        return outputs.detach(), lambda cotangent, count: self._gradients(outputs, calls, cotangent, count)
+        return outputs.detach(), lambda cotangent, count: self._gradients(
+            outputs, calls, cotangent, count, self._places
+        )
 
     @torch.no_grad()
-    def _gradients(self, outputs: Tensor, calls: list[_Call], cotangent: Tensor, count: int) -> RecordGradients:
+    def _gradients(
+        self, outputs: Tensor, calls: list[_Call], cotangent: Tensor, count: int, places: Places
+    ) -> RecordGradients:
         """By one backward pass; only what has no cheaper form has rows."""
-        projection, batch = self._places.projection, len(outputs)
+        projection, batch = places.projection, len(outputs)
         backprops = torch.autograd.grad(outputs, [c.edge for c in calls], cotangent, allow_unused=True) if calls else ()
         seen = []
         for layer, at in self._by_layer(calls).items():
@@ -222,7 +250,7 @@ class ProjectedGradSampleModule(GradSampleModule):
             if any(b is not None for b in one.backprops):
                 self._check_batch(layer, one.activations, one.backprops, batch)
                 seen.append(one)
-        parts, left = PartMaker(self._places, self._rule).parts(seen)
+        parts, left = PartMaker(places, self._rule).parts(seen)
         if parts and not left.starts:
             return RecordGradients(count, batch, parts, None, projection.dim)
         rows = outputs.new_zeros(batch, projection.width)

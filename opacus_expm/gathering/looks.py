@@ -71,9 +71,7 @@ def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generat
 
     def once() -> FactorSums:
         stream = _few(bench, loader)
-        source, loss = bench.prepared
-        assert isinstance(source, ProjectedGradSampleModule)
-        return factor_sums(source, bench.blocks(), loss, stream, random)
+        return factor_sums(_hooked(bench), bench.blocks(), bench.prepared[1], stream, random)
 
     return bench.in_memory(once, loader, "loader")
 
@@ -165,17 +163,27 @@ def gains(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor], m
 def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, directions: Tensor) -> SpanQuadratics:
     """Gradient and Gauss-Newton matrix of every record at ξ along directions (k, s).
 
-    By s forward-mode products where hooks serve the model and every operation has them, else by the rows of the Jacobian.
-    A record whose gradient or matrix is not finite has zeros in both.
+    Where hooks serve the model: by a backward pass where one combination of the outputs says all (two classes, one number),
+    else by s forward-mode products in one pass where every operation has them. Otherwise by the rows of the Jacobian. A
+    record whose gradient or matrix is not finite has zeros in both.
     """
+    columns = directions.to(bench.device, bench.dtype)
 
     def once() -> SpanQuadratics:
         bench.move(place)
         gradients, curvatures = [], []
-        for inputs, targets, size in _few(bench, loader):
+        stream = bench.begin(loader, "loader")
+        basis, lifted = _one_row(bench), torch.stack([bench.map.lift(column) for column in columns.unbind(1)])
+        times = 1 if basis is not None else len(lifted)
+        for inputs, targets, size in bench.few(stream, bench.pieces.padded(loader), times):
             filled, repeated = padded(inputs, targets, size)
-            outputs, rows = _products(bench, filled, directions)
-            gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
+            if basis is None:
+                outputs, rows = _products(bench, filled, lifted, columns)
+                gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
+            else:
+                outputs, rows = _hooked(bench).outputs_and_row(filled, basis[0], lifted)
+                gradient, factor = at_outputs(bench.prepared[1], outputs, repeated)
+                gradient, factor, rows = gradient @ basis.T, basis @ factor, rows[:, None]  # in the basis' coordinate
             rows = rows.double()  # J along the directions (B, …, m, s)
             g = (gradient[..., None] * rows).flatten(1, -2).sum(1)
             b = (factor.transpose(-1, -2) @ rows).flatten(1, -2)  # J → B = MᵀJ, whose square is H′
@@ -188,13 +196,27 @@ def span_quadratics(bench: Workbench, loader: DataLoader[Any], place: Tensor, di
     return bench.in_memory(once, loader, "loader")
 
 
-def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (B, …) and their derivatives along each direction (B, …, s)."""
+def _hooked(bench: Workbench) -> ProjectedGradSampleModule:
+    """The bench's gatherer, which is known to be hooks."""
     source = bench.prepared[0]
-    columns = directions.to(bench.device, bench.dtype).unbind(1)
+    assert isinstance(source, ProjectedGradSampleModule)
+    return source
+
+
+def _one_row(bench: Workbench) -> Tensor | None:
+    """The one combination of the outputs (1, m) that spans their gradients, where there is one and hooks serve."""
+    outputs = bench.on_synthetic
+    if outputs is None or outputs.dim() != 2 or not isinstance(bench.prepared[0], ProjectedGradSampleModule):
+        return None
+    basis = bench.prepared[1].basis(outputs.shape[1]).to(outputs.device)
+    return basis if len(basis) == 1 else None
+
+
+def _products(bench: Workbench, inputs: Any, lifted: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (B, …) and their derivatives along each direction (B, …, s); these are (s, p) or, before the map, (k, s)."""
+    source = bench.prepared[0]
     if isinstance(source, ProjectedGradSampleModule):
-        lifted = [bench.map.lift(column) for column in columns]
-        tangents = [{name: v[place].view(shape) for name, shape, place in bench.layout.slices()} for v in lifted]
+        tangents = {name: lifted[:, place].view(-1, *shape) for name, shape, place in bench.layout.slices()}
         try:
             return source.outputs_and_products(inputs, tangents)
         except (NotImplementedError, RuntimeError) as error:
@@ -203,5 +225,5 @@ def _products(bench: Workbench, inputs: Any, directions: Tensor) -> tuple[Tensor
     outputs, pullback = source.outputs_and_pullback(inputs)
     count = outputs[0].numel()
     every = torch.eye(count, dtype=outputs.dtype, device=outputs.device).view(count, *outputs.shape[1:])
-    rows = pullback(every.expand(len(outputs), *every.shape)) @ torch.stack(columns, dim=1)
+    rows = pullback(every.expand(len(outputs), *every.shape)) @ columns
     return outputs, rows.view(*outputs.shape, -1)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -165,14 +166,20 @@ def _expected(model, criterion, x, y, a):
     return torch.stack(gradients), torch.stack(curvatures)
 
 
-SPANS = {k: CASES[k] for k in ("mse", "ce", "bce, weights", "autodiff")}
+SPANS = (
+    {k: CASES[k] for k in ("mse", "ce", "bce, weights", "autodiff")}
+    | {
+        "two classes": (nn.CrossEntropyLoss(), CLASSES % 2),  # of which one combination of the outputs says all
+        "one number": (nn.MSELoss(), NUMBERS[:, :1]),
+    }
+)
 
 
 @pytest.mark.parametrize("mode", [None, "functorch"])
 @pytest.mark.parametrize("name", SPANS)
 def test_quadratics_in_a_span(name, mode):
     criterion, targets = SPANS[name]
-    model, x = _model(), _inputs(4)
+    model, x = _model({"two classes": 2, "one number": 1}.get(name, M)), _inputs(4)
     bench = _bench(model, criterion, mode)
     generator = torch.Generator().manual_seed(5)
     place, a = (torch.randn(bench.map.dim, s, generator=generator, dtype=torch.float64) / 5 for s in (1, 2))
@@ -216,10 +223,54 @@ def test_an_operation_without_forward_mode():
     assert error(found.curvatures, curvatures) < 1e-8
 
 
-def test_a_record_that_is_not_finite_has_zeros_in_both():
-    x, y = _inputs(4), NUMBERS.clone()
+class _Single(torch.autograd.Function):
+    """x³ with a forward mode for one direction at a time."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 3 * ctx.saved_tensors[0] ** 2 * tangent
+
+
+class _Singles(nn.Module):
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        return _Single.apply(x)
+
+
+@pytest.mark.parametrize(("layer", "calls"), [(_Singles(), 4), (nn.Identity(), None)])
+def test_directions_together_are_those_one_by_one(layer, calls):
+    model = nn.Sequential(*_model()[:2], layer, _model()[2])
+    bench, loader = _bench(model, nn.MSELoss(), "hooks"), DataLoader(TensorDataset(_inputs(4), NUMBERS), batch_size=16)
+    a = torch.randn(bench.map.dim, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    start = torch.zeros(bench.map.dim, dtype=torch.float64)
+    looks.prepare(bench, loader)
+    _Singles.calls.clear()
+    together = looks.span_quadratics(bench, loader, start, a).gradients
+    assert calls in (None, len(_Singles.calls))  # all at once, which failed, then one after the other
+    apart = [looks.span_quadratics(bench, loader, start, a[:, i : i + 1]).gradients for i in range(3)]
+    assert error(together, torch.cat(apart, dim=1)) < 1e-12
+
+
+@pytest.mark.parametrize("outputs", [M, 1])
+def test_a_record_that_is_not_finite_has_zeros_in_both(outputs):
+    x, y = _inputs(4), NUMBERS[:, :outputs].clone()
     x[2], y[6] = 1e300, math.nan
-    bench = _bench(_model(), nn.MSELoss())
+    bench = _bench(_model(outputs), nn.MSELoss())
     a = torch.ones(bench.map.dim, 1, dtype=torch.float64)
     found = looks.span_quadratics(bench, _loader(x, y), torch.zeros(bench.map.dim, dtype=torch.float64), a)
     gone = torch.tensor([6])
