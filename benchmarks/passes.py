@@ -1,15 +1,14 @@
 """What the parts of a round cost, beside the least that they could, DP-SGD epochs and other ways to the same matrix.
 
     python -m benchmarks.passes [digits | lora | full] [--records 20000] [--rounds 3] [--log FILE] [--out FILE]
-    python -m benchmarks.passes digits --items "direction" "length" --profile
+    python -m benchmarks.passes digits --items "direction" "metric" --profile
 
 Each figure is the median of interleaved runs, each in a process of its own that reports seconds, CPU seconds (both without
 start-up) and peak resident memory. ``digits`` has the paper's CNN (6,722 parameters, 10 outputs) on
 random images, 512 at a time; ``lora`` and ``full`` have the encoder of ``benchmarks.encoder`` with 22 million parameters.
 
-The floors are what cannot be avoided, as plain PyTorch does it. A direction needs a forward and a backward pass, a length
-(forward mode along one direction) the products of three forward passes, an exact pass of m outputs one forward pass, m − 1
-backward passes and as many projections of every record's gradient to k numbers.
+The floors are what cannot be avoided, as plain PyTorch does it. A direction needs a forward and a backward pass, an exact
+pass of m outputs one forward pass, m − 1 backward passes and as many projections of every record's gradient to k numbers.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from opacus_expm.experiments.journal import Facts, Journal
 
 BATCH = {"digits": 512, "lora": 32, "full": 32}
 RECORDS = {"digits": 20_000, "lora": 512, "full": 128}
-FLOORS = {"floor direction": "direction", "floor length": "length", "floor exact": "exact sparse 400"}
+FLOORS = {"floor direction": "direction", "floor exact": "exact sparse 400"}
 ITEMS = (
-    "import only", "dp-sgd epoch", "dp-sgd ghost", *FLOORS, "direction", "length", "length 4", "metric",
+    "import only", "dp-sgd epoch", "dp-sgd ghost", *FLOORS, "direction", "metric",
     "gradient sparse 400", "sampled sparse 400", "exact sparse 400", "exact stiefel 400", "naive stiefel 400",
 )  # fmt: skip
 LEFT_OUT = {
     "digits": (),
     "lora": ("exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),
-    "full": ("dp-sgd epoch", "exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),  # p × k, and batch × p
+    "full": ("exact stiefel 400", "naive stiefel 400", "sampled sparse 400"),  # p × k
 }
-DOUBLED = ("direction", "length", "exact sparse 400")
+DOUBLED = ("direction", "metric", "exact sparse 400")
 
 
 class Problem:
@@ -86,7 +85,8 @@ class Problem:
 
         def root(total):
             total = total / len(few.dataset)
-            values, vectors = torch.linalg.eigh(total + 0.01 * total.trace() / len(total) * torch.eye(len(total)))
+            least = 0.01 * (total.trace() or 1.0) / len(total)  # at LoRA's start no gradient reaches the inner matrix
+            values, vectors = torch.linalg.eigh(total + least * torch.eye(len(total)))
             return (vectors * values.rsqrt()) @ vectors.T
 
         roots = tuple((root(a), root(b)) for a, b in zip(sums.inputs, sums.outputs, strict=True))
@@ -110,17 +110,12 @@ def floor(problem: Problem, part: str):
 
     model = problem.model.eval().to(memory_format=torch.channels_last)  # the faster one
     trainable = [p for p in model.parameters() if p.requires_grad]
-    size, backward = sum(p.numel() for p in trainable), {"direction": 1, "length": 0}.get(part, problem.outputs - 1)
+    size, backward = sum(p.numel() for p in trainable), 1 if part == "direction" else problem.outputs - 1
     bucket, some = torch.arange(size) % 400, max(1, 2**20 // size)  # a few records at a time, which stay in cache
     gradients = torch.ones(some, size)
 
     def run() -> None:
         for inputs, _ in problem.loader:
-            if part == "length":
-                with torch.no_grad():
-                    for _ in range(3):
-                        call(model, inputs)
-                continue
             outputs = call(model, inputs)
             for number in range(backward):
                 torch.autograd.grad(outputs[:, number].sum(), trainable, retain_graph=number + 1 < backward)
@@ -156,10 +151,9 @@ def dp_sgd(problem: Problem, mode: str):
     return run
 
 
-def part_of_a_round(problem: Problem, kind: str, count: int):
-    """The metric, a direction over all records, or a length along so many directions."""
+def part_of_a_round(problem: Problem, kind: str):
+    """The metric, or a direction over all records."""
     import numpy as np
-    import torch
 
     from opacus_expm.gathering import looks
     from opacus_expm.gathering.clipping import ClippingBounds
@@ -168,11 +162,6 @@ def part_of_a_round(problem: Problem, kind: str, count: int):
     start, bench = problem.bench()
     if kind == "metric":
         return lambda: looks.factors(start, problem.loader, np.random.default_rng(0))
-    if kind == "length":
-        directions = torch.randn(bench.map.dim, count, dtype=torch.float64)
-        directions /= directions.norm(dim=0)
-        place = torch.zeros(bench.map.dim, dtype=torch.float64)
-        return lambda: looks.span_quadratics(bench, problem.loader, place, directions)
 
     def direction():
         one = bench.open(ClippingBounds(1.0, 0.0), problem.records, Ranks(), bench.pieces.padded(problem.loader))
@@ -229,8 +218,8 @@ def action(problem: Problem, item: str):
         return floor(problem, rest[0])
     if kind == "dp-sgd":
         return dp_sgd(problem, {"epoch": "hooks", "ghost": "ghost"}[rest[0]])
-    if kind in ("direction", "length", "metric"):
-        return part_of_a_round(problem, kind, int(rest[0]) if rest else 1)
+    if kind in ("direction", "metric"):
+        return part_of_a_round(problem, kind)
     return naive_pass(problem, int(rest[1])) if kind == "naive" else our_pass(problem, kind, rest[0], int(rest[1]))
 
 

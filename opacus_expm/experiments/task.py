@@ -21,7 +21,7 @@ from opacus_expm.baselines import tensors
 from opacus_expm.experiments import downloads
 from opacus_expm.gathering import loaders
 from opacus_expm.gathering.model import evaluation_mode
-from opacus_expm.gathering.threads import Threads, operations
+from opacus_expm.gathering.threads import Threads
 
 _ROWS = 250  # records at a time: what stays in cache
 
@@ -186,5 +186,5 @@ def outputs(model: nn.Module, dataset: TensorDataset) -> Tensor:
     """What a model says of all records, a few hundred at a time (what stays in cache), in evaluation mode."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = dataset.tensors[0]
-    with evaluation_mode(model), Threads(operations(model, rows[:1].to(device))).shared(_ROWS):
+    with evaluation_mode(model), Threads.of(model, rows[:1].to(device)).shared(_ROWS):
         return torch.cat([model(x.to(device)).cpu() for x in torch.split(rows, _ROWS)])

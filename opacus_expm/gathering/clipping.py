@@ -29,9 +29,9 @@ from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.gradients import RecordGradients
-from opacus_expm.gathering.loaders import KERNEL_ROWS
 from opacus_expm.gathering.model import take
 from opacus_expm.gathering.symmetric import SymmetricSum
+from opacus_expm.gathering.threads import KERNEL_ROWS
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Sensitivity
 
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise

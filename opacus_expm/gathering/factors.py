@@ -96,11 +96,10 @@ def factor_sums(
     source: ProjectedGradSampleModule,
     blocks: dict[nn.Module, Block],
     criterion: Criterion,
-    stream: Iterable[tuple[Any, Tensor]],
-    pad_to: int | None,
+    stream: Iterable[tuple[Any, Tensor, int | None]],
     random: np.random.Generator,
 ) -> FactorSums:
-    """The factors of one pass over records; ``random`` gives the cotangents' z and the signs.
+    """The factors of one pass over records, which come with a number to fill them up to; ``random`` gives z and signs.
 
     The z, and the signs of each layer's inputs and outputs, are streams of their own in the order of the records, so that
     what a record is given does not depend on how many are seen at a time.
@@ -112,7 +111,7 @@ def factor_sums(
     traces: list[Tensor] = []
     order = {layer: i for i, layer in enumerate(blocks)}
     chance, *signs = random.spawn(1 + 2 * len(blocks))
-    for inputs, targets in stream:
+    for inputs, targets, pad_to in stream:
         count = len(targets)
         found = torch.zeros(count, len(blocks), dtype=torch.float64)
         inputs, targets = padded(inputs, targets, pad_to)
@@ -140,7 +139,11 @@ def factor_sums(
 def _squares(block: Block, a: Tensor, b: Tensor) -> Tensor:
     """|bᵀ[a 1]|² of every record, or of the parts of it that are trainable."""
     found = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    if block.inputs:
+    places, outputs, inputs = a.shape[1], b.shape[2], a.shape[2]
+    if block.inputs and places * (outputs + inputs) < outputs * inputs:
+        x, d = a.double(), b.double()
+        found += (torch.bmm(x, x.transpose(1, 2)) * torch.bmm(d, d.transpose(1, 2))).sum((1, 2)).clamp(min=0)
+    elif block.inputs:
         found += torch.linalg.vector_norm(torch.bmm(b.transpose(1, 2), a), dim=(1, 2), dtype=torch.float64).square()
     if block.bias is not None:
         found += b.sum(1).double().square().sum(1)

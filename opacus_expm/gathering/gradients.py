@@ -38,12 +38,17 @@ class Factored(PrivateValues):
 
     def squared_norms(self) -> Tensor:
         """|G|² of every record, rounded up."""
+        found, most = self.terms()
+        return found if self.inputs.shape[1] == 1 else rounded_up(found, most)
+
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """|G|² of every record as it is found, and M."""
         a, b = self.inputs.double(), self.outputs.double()
         sizes = a.square().sum(2) * b.square().sum(2)
         if a.shape[1] == 1:
-            return sizes[:, 0]
-        found = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp(min=0)
-        return found + _ROUNDING * sizes.sqrt().sum(1).square()
+            return sizes[:, 0], sizes[:, 0].sqrt()
+        found = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2))
+        return found, sizes.sqrt().sum(1)
 
     def add(self, total: Tensor, weights: Tensor) -> None:
         """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
@@ -92,11 +97,15 @@ class LookedUp(PrivateValues):
 
     def squared_norms(self) -> Tensor:
         """|G|² of every record, rounded up."""
+        return rounded_up(*self.terms())
+
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """|G|² of every record as it is found, and M."""
         v = self.values.double()
         same = self.index[:, :, None] == self.index[:, None, :]
-        found = (torch.bmm(v, v.transpose(1, 2)) * same).sum((1, 2)).clamp(min=0)
+        found = (torch.bmm(v, v.transpose(1, 2)) * same).sum((1, 2))
         sizes: Tensor = torch.linalg.vector_norm(v, dim=2)
-        return found + _ROUNDING * sizes.sum(1).square()
+        return found, sizes.sum(1)
 
     def add(self, total: Tensor, weights: Tensor) -> None:
         """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
@@ -104,6 +113,30 @@ class LookedUp(PrivateValues):
         width = kept.shape[2]
         table = total[self.start : self.start + self.count * width].view(self.count, width)
         table.index_add_(0, self.index.flatten(), kept.flatten(0, 1))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tied(PrivateValues):
+    """Gradients of a table that is also the weight of linear layers, where the map is the identity; private.
+
+    |G|² has a term for each of the two and twice their product, Σ_tp b_p[index_t]·(v_t·a_p); M is the sum of both.
+    """
+
+    table: LookedUp
+    layers: Factored
+
+    def squared_norms(self) -> Tensor:
+        """|G|² of every record, rounded up."""
+        (found, most), (other, more) = self.table.terms(), self.layers.terms()
+        a, b = self.layers.inputs.double(), self.layers.outputs
+        index = self.table.index[:, None, :].expand(-1, b.shape[1], -1)
+        both = (torch.bmm(a, self.table.values.double().transpose(1, 2)) * b.gather(2, index).double()).sum((1, 2))
+        return rounded_up(found + other + 2 * both, most + more)
+
+    def add(self, total: Tensor, weights: Tensor) -> None:
+        """Add Σ_i w_i G_i to a vector; a record without weight may hold anything."""
+        self.table.add(total, weights)
+        self.layers.add(total, weights)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -130,7 +163,12 @@ class Loose(PrivateValues):
             total[start : start + size] += part
 
 
-Part = Factored | Formed | LookedUp | Loose
+Part = Factored | Formed | LookedUp | Tied | Loose
+
+
+def rounded_up(found: Tensor, most: Tensor) -> Tensor:
+    """|G|² as it was found from products of terms that may cancel, plus what rounding may have taken from it, given M."""
+    return found.clamp(min=0) + _ROUNDING * most.square()
 
 
 def weighted(rows: Tensor, weights: Tensor) -> Tensor:

@@ -17,10 +17,7 @@ saves work over many rows.
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,32 +27,25 @@ from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call, jvp
 from torch.utils import _pytree as pytree
 
-from opacus_expm.gathering.gradients import Factored, Formed, LookedUp, Loose, Part, RecordGradients
+from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.independence import DependentRecords, check_mixing, may_branch, outputs_alone
 from opacus_expm.gathering.layers import (
     RULES,
-    Convolution,
-    MatrixGradients,
     PerSampleGradients,
     Places,
     PositionPairs,
     RowsTogether,
     Rule,
     is_matrix,
-    looked_up,
     position_pairs,
-    positions,
-    record_pieces,
 )
-from opacus_expm.gathering.model import call, outputs_of, plain_attention, ran_out_of_memory, synthetic_batch
+from opacus_expm.gathering.model import call, outputs_of, ran_out_of_memory, synthetic_batch
+from opacus_expm.gathering.parts import PartMaker, Seen
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.subspaces.base import Projection
-from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.metric import MetricMap
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)  # Opacus hooks the RNNLinear layers inside them
 
@@ -159,35 +149,6 @@ class ProjectedGradSampleModule(GradSampleModule):
         outputs, calls = self._forward(inputs)
         return outputs.detach(), lambda cotangents: self._pull_back(outputs, calls, cotangents)
 
-    def outputs_and_products(self, inputs: Any, directions: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Outputs (B, …), and their derivatives along directions in the space of parameters (B, …, s), by forward mode.
-
-        Args:
-            inputs: a batch.
-            directions: parameters' tangents by name.
-
-        **Privacy:** both hold private values of the batch.
-        """
-        named = dict(self._module.named_parameters())
-        moving = {name: named[name].detach() for name in directions[0]}
-        # In the order in memory of the parameters, which the layers are fast with.
-        directions = [{name: torch.empty_like(moving[name]).copy_(d[name]) for name in moving} for d in directions]
-
-        def run(parameters: dict[str, Tensor]) -> Tensor:
-            self._restore()
-            if isinstance(inputs, Mapping):
-                return outputs_of(functional_call(self._module, parameters, (), dict(inputs)))
-            return outputs_of(
-                functional_call(self._module, parameters, tuple(inputs) if isinstance(inputs, tuple | list) else inputs)
-            )
-
-        products = []
-        for direction in directions:
-            with torch.no_grad(), plain_attention():
-                found = jvp(run, (moving,), (direction,))
-            products.append(found[1])
-        return found[0], torch.stack(products, dim=-1)
-
     def _forward(self, inputs: Any) -> tuple[Tensor, list[_Call]]:
         """Outputs, with their graph, and every call of a hooked layer."""
         self._calls.clear()
@@ -223,88 +184,22 @@ class ProjectedGradSampleModule(GradSampleModule):
 
     @torch.no_grad()
     def _gradients(self, outputs: Tensor, calls: list[_Call], cotangent: Tensor, count: int) -> RecordGradients:
-        """By one backward pass; layers whose factors say enough have no rows."""
+        """By one backward pass; only what has no cheaper form has rows."""
         projection, batch = self._places.projection, len(outputs)
-        by_layer = self._by_layer(calls)
         backprops = torch.autograd.grad(outputs, [c.edge for c in calls], cotangent, allow_unused=True) if calls else ()
-        factored: list[Part] = []
-        owners = Counter(p for layer in by_layer for p in layer.parameters(recurse=False))
-        rows: Tensor | None = None
-        for layer, at in by_layer.items():
-            found, activations = [backprops[i] for i in at], [calls[i].activation for i in at]
-            if all(b is None for b in found):
-                continue
-            self._check_batch(layer, activations, found, batch)
-            ways = (self._factors, self._formed, functools.partial(self._loose, owners))
-            own = next((part for way in ways if (part := way(layer, activations, found)) is not None), None)
-            if own is not None:
-                factored.append(own)
-                continue
-            if rows is None:
-                rows = outputs.new_zeros(batch, projection.width)
-            self._rule(layer, activations, 1)(rows, found)
-        if rows is None and not factored:
-            rows = outputs.new_zeros(batch, projection.width)
-        finished = None if rows is None else projection.finish(rows)
-        return RecordGradients(count, batch, factored, finished, projection.dim)
-
-    def _factors(
-        self, layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]
-    ) -> Factored | None:
-        """The layer's gradients by their factors, where the map is a metric and they cost less than rows."""
-        projection, starts = self._places.projection, self._places.starts
-        if not (isinstance(projection, MetricMap) and isinstance(layer, nn.Linear) and is_matrix(layer)):
-            return None
-        if layer.weight not in starts:
-            return None
-        a, b = positions(activations, backprops)
-        place = starts.get(layer.bias) if layer.bias is not None else None
-        if (found := projection.factors(starts[layer.weight], place, a)) is None:
-            return None
-        block, in_metric, k_b = found
-        return Factored(block, in_metric, b @ k_b.to(b))
-
-    def _formed(self, layer: nn.Module, activations: list[Tensor], backprops: Sequence[Tensor | None]) -> Formed | None:
-        """The layer's gradients as matrices in the metric, where the map is one and the layer is a convolution."""
-        projection, starts = self._places.projection, self._places.starts
-        if not (isinstance(projection, MetricMap) and isinstance(layer, Convolution) and is_matrix(layer)):
-            return None
-        place = (starts.get(layer.weight), None if layer.bias is None else starts.get(layer.bias))
-        for block, (k_a, k_b) in zip(projection.blocks, projection.roots, strict=True):
-            if block.weight is not None and (block.weight, block.bias) == place:
-                gradients = MatrixGradients(layer, activations, backprops, bias=block.bias is not None)
-                matrices = activations[0].new_empty(len(activations[0]), block.outputs, block.width)
-                k_a, k_b = k_a.to(matrices), k_b.to(matrices)
-                for piece in record_pieces(len(matrices), gradients.size):
-                    torch.matmul(k_b, gradients.of(piece) @ k_a, out=matrices[piece])
-                return Formed(block, matrices)
-        return None
-
-    def _loose(
-        self,
-        owners: Counter[nn.Parameter],
-        layer: nn.Module,
-        activations: list[Tensor],
-        backprops: Sequence[Tensor | None],
-    ) -> LookedUp | Loose | None:
-        """The gradients of parameters by themselves, where the map is the identity on them and no other layer has them."""
-        projection, starts = self._places.projection, self._places.starts
-        if type(layer) not in RULES or not isinstance(projection, MetricMap | FullSpace):
-            return None
-        blocks = projection.blocks if isinstance(projection, MetricMap) else ()
-        taken = {place for block in blocks for place in (block.weight, block.bias)}
-        own = [p for p in layer.parameters(recurse=False) if p in starts]
-        if any(owners[p] > 1 or starts[p] in taken for p in own):
-            return None
-        if isinstance(layer, nn.Embedding):
-            index, values = looked_up(layer, activations, backprops)
-            return LookedUp(starts[layer.weight], layer.num_embeddings, index, values) if own else None
-        offsets = itertools.accumulate((p.numel() for p in own), initial=0)
-        size = sum(p.numel() for p in own)
-        places = Places(dict(zip(own, offsets, strict=False)), FullSpace(size))
-        rows = activations[0].new_zeros(len(activations[0]), size)
-        self._rule(layer, activations, 1, places)(rows, backprops)
-        return Loose([(starts[p], p.numel()) for p in own], rows)
+        seen = []
+        for layer, at in self._by_layer(calls).items():
+            one = Seen(layer, [calls[i].activation for i in at], [backprops[i] for i in at])
+            if any(b is not None for b in one.backprops):
+                self._check_batch(layer, one.activations, one.backprops, batch)
+                seen.append(one)
+        parts, left = PartMaker(self._places, self._rule).parts(seen)
+        if parts and not left.starts:
+            return RecordGradients(count, batch, parts, None, projection.dim)
+        rows = outputs.new_zeros(batch, projection.width)
+        for one in seen:
+            self._rule(one.layer, one.activations, 1, left)(rows, one.backprops)
+        return RecordGradients(count, batch, parts, projection.finish(rows), projection.dim)
 
     def _by_layer(self, calls: list[_Call]) -> dict[nn.Module, list[int]]:
         """The calls of each layer, by number; refuses inputs that were changed."""
@@ -323,7 +218,10 @@ class ProjectedGradSampleModule(GradSampleModule):
         projection = self._places.projection
         rows = outputs.new_zeros(count, batch, projection.width)
         by_layer = self._by_layer(calls)
-        rules = {layer: self._rule(layer, [calls[i].activation for i in at], count) for layer, at in by_layer.items()}
+        rules = {
+            layer: self._rule(layer, [calls[i].activation for i in at], count, self._places)
+            for layer, at in by_layer.items()
+        }
         edges = [layer_call.edge for layer_call in calls]
         if not calls:  # no layer was called: hooks see nothing
             return projection.finish(rows).transpose(0, 1)
@@ -375,9 +273,8 @@ class ProjectedGradSampleModule(GradSampleModule):
         if {t.shape[0] for t in (*activations, *backprops) if t is not None} != {batch}:
             raise HooksCannotServe(f"layer {self._name(layer)} does not have the batch as its first dimension")
 
-    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int, places: Places | None = None) -> Rule:
-        """What turns the output gradients of a layer's calls into projected per-sample gradients, at places of their own."""
-        places = self._places if places is None else places
+    def _rule(self, layer: nn.Module, activations: list[Tensor], rows: int, places: Places) -> Rule:
+        """What turns the output gradients of a layer's calls into projected per-sample gradients."""
         if type(layer) in RULES:
             return RULES[type(layer)](layer, activations, places, rows)
         function = self.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)

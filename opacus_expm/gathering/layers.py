@@ -311,15 +311,22 @@ class MatrixGradients:
         layer: a convolution without groups.
         activations: inputs of its calls.
         backprops: the gradients at its outputs; None where an output did not reach the model's.
+        weight: whether the first columns are those of the weight.
         bias: whether the last column is that of the bias.
     """
 
     def __init__(
-        self, layer: Convolution, activations: list[Tensor], backprops: Sequence[Tensor | None], *, bias: bool
+        self,
+        layer: Convolution,
+        activations: list[Tensor],
+        backprops: Sequence[Tensor | None],
+        *,
+        weight: bool,
+        bias: bool,
     ):
         pairs = zip(Patches.of_calls(layer, activations), backprops, strict=True)
         self._calls = [(patches, b.detach()) for patches, b in pairs if b is not None]
-        self._bias = bias
+        self._weight, self._bias = weight, bias
 
     @property
     def size(self) -> int:
@@ -331,9 +338,9 @@ class MatrixGradients:
         total: Tensor | None = None
         for patches, backprop in self._calls:
             d = backprop[piece]
-            g = patches.product(patches.of(piece), d)
-            if self._bias:
-                g = torch.cat([g, d.flatten(2).sum(2)[..., None]], dim=2)
+            columns = [patches.product(patches.of(piece), d)] if self._weight else []
+            columns += [d.flatten(2).sum(2)[..., None]] if self._bias else []
+            g = torch.cat(columns, dim=2)
             total = g if total is None else total + g
         assert total is not None
         return total

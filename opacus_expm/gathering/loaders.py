@@ -61,8 +61,8 @@ from opacus_expm.gathering import records
 from opacus_expm.gathering.collating import PLAIN, Alone
 from opacus_expm.gathering.model import cast_inputs, take
 from opacus_expm.gathering.randomness import FreshWorker
+from opacus_expm.gathering.threads import KERNEL_ROWS
 
-KERNEL_ROWS = 16  # pieces are whole numbers of the blocks in which matrix kernels work
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
 _MAGIC = {"__iter__", "__getattr__", "__getattribute__"}  # of a loader; how it is made or printed plays no part
 

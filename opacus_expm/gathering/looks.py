@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,13 @@ from opacus_expm.gathering.hooks import ProjectedGradSampleModule
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
+
+Few = Iterator[tuple[Any, Tensor, int | None]]
+
+
+def _few(bench: Workbench, loader: DataLoader[Any]) -> Few:
+    """All records, a few at a time, and to how many these are filled up."""
+    return bench.few(bench.begin(loader, "loader"), bench.pieces.padded(loader))
 
 
 def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
@@ -52,10 +59,10 @@ def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generat
     """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
 
     def once() -> FactorSums:
-        stream = bench.begin(loader, "loader")
+        stream = _few(bench, loader)
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
-        return factor_sums(source, bench.blocks(), loss, stream, bench.pieces.padded(loader), random)
+        return factor_sums(source, bench.blocks(), loss, stream, random)
 
     return bench.in_memory(once, loader, "loader")
 
@@ -64,10 +71,9 @@ def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generato
     """|JᵀMz|² of every record, z ~ N(0, I) from ``random``: in the mean the trace of its Gauss-Newton matrix JᵀMMᵀJ."""
 
     def once() -> Array:
-        pad_to = bench.pieces.padded(loader)
         found = []
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             outputs, pullback = bench.prepared[0].outputs_and_pullback(filled)
             cotangent = random_cotangent(bench.prepared[1], outputs, repeated, len(targets), random)
             rows = pullback(cotangent[:, None])
@@ -81,8 +87,7 @@ def gradient_norms(bench: Workbench, loader: DataLoader[Any]) -> Array:
     """|g| of every record; 0 for one that is not finite."""
 
     def once() -> Array:
-        pad_to = bench.pieces.padded(loader)
-        found = [bench.gradients(inputs, targets, pad_to).norms for inputs, targets in bench.begin(loader, "loader")]
+        found = [bench.gradients(inputs, targets, size).norms for inputs, targets, size in _few(bench, loader)]
         return torch.cat(found).cpu().numpy()
 
     return bench.in_memory(once, loader, "loader")
@@ -125,10 +130,9 @@ def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Ten
     """A number for every record, from its outputs and its target."""
 
     def once() -> Tensor:
-        pad_to = bench.pieces.padded(loader)
         found = []
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             outputs, _ = bench.prepared[0].outputs_and_pullback(filled)
             found.append(number(outputs, repeated)[: len(targets)].double().cpu())
         return torch.cat(found)
@@ -142,10 +146,9 @@ def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) 
 
     # In one pass: a loader that shuffles has another order in the next, and a row would be of several records.
     def once() -> Tensor:
-        pad_to = bench.pieces.padded(loader)
         found = []
-        for inputs, targets in bench.begin(loader, "loader"):
-            filled, repeated = padded(inputs, targets, pad_to)
+        for inputs, targets, size in _few(bench, loader):
+            filled, repeated = padded(inputs, targets, size)
             columns = []
             for update in updates:
                 bench.shift(update)

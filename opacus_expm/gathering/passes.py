@@ -50,7 +50,7 @@ from opacus_expm.gathering.model import (
 from opacus_expm.gathering.randomness import Generators
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.gathering.threads import Threads, operations
+from opacus_expm.gathering.threads import Threads, work_of
 from opacus_expm.gathering.views import EachView, check_each_alone, with_own_views
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces import Projection, Sparse, Subspace
@@ -270,9 +270,18 @@ class Workbench:
             check_each_alone(views, example)
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
         self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
-        self._products = max(1.0, operations(self._working, example))
-        self._threads.learn(self._products)
+        work = work_of(self._working, example)
+        self._products = max(1.0, work.products)
+        self._threads.learn(work if self.device.type == "cpu" else replace(work, elements=0))
         self._ready = (source if views is None else EachView(source), loss)
+
+    def few(self, stream: Batches, pad_to: int | None, times: int = 1) -> Iterator[tuple[Any, Tensor, int | None]]:
+        """The records of a stream, as many at a time as stay in cache, and the public number to fill these up to."""
+        for inputs, targets in stream:
+            size = self._threads.few(pad_to, times)
+            step = size or len(targets)
+            for piece in (slice(start, start + step) for start in range(0, len(targets), step)):
+                yield take(inputs, piece), targets[piece], size
 
     def seen(self, stream: Batches) -> Batches:
         """The batches with each record replaced by its views; unchanged where there are none."""
@@ -298,7 +307,7 @@ class Workbench:
         )
 
     def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:
-        """The gradients of the records in a piece of a batch."""
+        """The gradients of such records."""
         return record_gradients(*self.prepared, inputs, targets, pad_to)
 
     def blocks(self) -> dict[nn.Module, Block]:
@@ -324,9 +333,8 @@ class Workbench:
         self, loader: DataLoader[Any], name: str, curvature: bool, naive: bool = False
     ) -> Iterator[RecordQuadratics]:
         """The quadratics of all records, batch after batch."""
-        pad_to = self.pieces.padded(loader)
-        for inputs, targets in self.begin(loader, name):
-            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=pad_to, naive=naive)
+        for inputs, targets, size in self.few(self.begin(loader, name), self.pieces.padded(loader)):
+            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=size, naive=naive)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
@@ -410,11 +418,11 @@ class Pass(PrivateValues):
     def add_pieces(self, stream: Iterable[tuple[Any, Tensor]]) -> None:
         """Add pieces of batches that are on the model's device."""
         curvature = self._bounds.max_curvature > 0
-        for inputs, targets in stream:
+        for inputs, targets, size in self._bench.few(iter(stream), self._pad_to):
             if curvature:
-                self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=True, pad_to=self._pad_to)])
+                self.add_quadratics([self._bench.quadratics(inputs, targets, curvature=True, pad_to=size)])
             else:
-                self._total.add_gradients(self._bench.gradients(inputs, targets, self._pad_to))
+                self._total.add_gradients(self._bench.gradients(inputs, targets, size))
                 self._visited(len(targets))
 
     def add_quadratics(self, found: Iterable[RecordQuadratics]) -> None:

@@ -1,10 +1,11 @@
-"""Small work runs on one thread.
+"""Small work runs on one thread, and as few records at a time as stay in cache.
 
 An operation on several threads ends when the last of them does. Where it takes microseconds and another process has one of
 the cores, it waits there for milliseconds, until the system lets its thread run again: thousands of small operations then
 take ten times as long. On one thread they lose nothing, because there is nothing to share out.
 
-**Privacy:** how many threads there are decides how sums are rounded, so it follows from shapes and public sizes of batches.
+**Privacy:** how many threads and how many records at a time there are decides how sums are rounded, so both follow from
+shapes and public sizes of batches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,22 +23,52 @@ from torch import Tensor, nn
 
 from opacus_expm.gathering.model import call, synthetic_batch
 
+KERNEL_ROWS = 16  # records come in whole numbers of the blocks in which matrix kernels work
+CACHE = 2**21  # elements that a core keeps at hand
+_READ = 4  # times the parameters are the least elements to read them for
 ENOUGH = 2**26  # products of a forward pass from which on several threads share it: a few milliseconds of one
 
 
-@torch.no_grad()
-def operations(module: nn.Module, example: Any) -> float:
-    """Products in a forward pass on one record, roughly; of the example, a batch of one, only the shape is used.
+@dataclass(frozen=True)
+class Work:
+    """What a forward pass takes, roughly; it follows from shapes.
 
-    A layer with a matrix has its numbers of parameters times positions, and other layers nothing. Infinite where the model
-    does not run on a synthetic record.
+    Attributes:
+        products: for one record. A layer with a matrix has its numbers of parameters times positions, and others none.
+        elements: what all layers together put out for one record.
+        parameters: numbers that are read for any number of records.
     """
-    found = [0.0]
+
+    products: float
+    elements: int
+    parameters: int
+
+    def few(self, threads: int, times: int = 1) -> int | None:
+        """How many records at a time stay in the caches of so many cores, so many times; None is any number.
+
+        What layers put out is written and read several times in a pass. Where it leaves the cache, or is new memory each
+        time, a pass takes twice as long. Fewer records than are worth reading the parameters for would not pay, either.
+        """
+        if not self.elements:
+            return None
+        most = max(CACHE * threads, _READ * self.parameters)
+        return max(1, most // (times * self.elements) // KERNEL_ROWS) * KERNEL_ROWS
+
+
+@torch.no_grad()
+def work_of(module: nn.Module, example: Any) -> Work:
+    """The work of one record; of the example, a batch of one, only the shape is used.
+
+    Infinite where the model does not run on a synthetic record.
+    """
+    products, elements = [0.0], [0]
 
     def count(layer: nn.Module, args: Any, output: Any) -> None:
         weights = [p for p in layer.parameters(recurse=False) if p.dim() > 1]
         if weights and isinstance(output, Tensor) and not isinstance(layer, nn.Embedding):
-            found.append(output.numel() * max(w[0].numel() for w in weights))
+            products.append(output.numel() * max(w[0].numel() for w in weights))
+        if isinstance(output, Tensor) and not any(True for _ in layer.children()):
+            elements.append(output.numel())
 
     handles = []
     try:
@@ -44,28 +76,28 @@ def operations(module: nn.Module, example: Any) -> float:
             handles.append(layer.register_forward_hook(count))
         call(module, synthetic_batch(example, 1, seed=0))
     except Exception:  # whatever is wrong with the model is said by whoever runs it on records
-        return math.inf
+        return Work(math.inf, 0, 0)
     finally:
         for handle in handles:
             handle.remove()
-    return sum(found)
+    return Work(sum(products), sum(elements), sum(p.numel() for p in module.parameters()))
 
 
 class Threads:
     """As many threads as one model's work is worth.
 
     Args:
-        operations: of a forward pass on one record; none as long as they are not known.
+        work: of a forward pass on one record; None as long as it is not known.
     """
 
-    def __init__(self, operations: float = 0.0):
-        self._operations = operations
+    def __init__(self, work: Work | None = None):
+        self._work = work
         self._records: int | None = 1
 
     @classmethod
     def of(cls, model: nn.Module, example: Any) -> Threads:
         """For a model that is going to be trained, which stays as it is; of the example only the shape is used."""
-        return cls(operations(copy.deepcopy(model).eval(), example))
+        return cls(replace(work_of(copy.deepcopy(model).eval(), example), elements=0))
 
     @contextmanager
     def shared(self, records: int | None) -> Iterator[None]:
@@ -78,14 +110,23 @@ class Threads:
             self._choose()
             yield
 
-    def learn(self, operations: float) -> None:
-        """Inside ``shared``: go on with the threads for a record that takes so many."""
-        self._operations = operations
+    def learn(self, work: Work) -> None:
+        """Inside ``shared``: go on with the threads for a record that takes so much."""
+        self._work = work
         self._choose()
+
+    def few(self, records: int | None, times: int = 1) -> int | None:
+        """How many of so many records to take at a time, with the threads that there are; None is all of them.
+
+        ``times`` says how many times what layers put out is there at once.
+        """
+        most = None if self._work is None or records is None else self._work.few(_KEPT.most, times)
+        return records if most is None or records is None else min(records, most)
 
     def _choose(self) -> None:
         """Set the number of threads."""
-        work = math.inf if self._records is None else self._operations * self._records
+        records = self.few(self._records)
+        work = 0.0 if self._work is None else math.inf if records is None else self._work.products * records
         wanted = 1 if work < ENOUGH else _KEPT.most
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

@@ -47,6 +47,12 @@ class Block:
         """Columns of the matrix: inputs, and one for the bias."""
         return self.inputs + (self.bias is not None)
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where its weight and its bias start and end in R^p."""
+        sizes = ((self.weight, self.outputs * self.inputs), (self.bias, self.outputs))
+        return [(start, start + size) for start, size in sizes if start is not None]
+
     def matrix(self, rows: Tensor) -> Tensor:
         """The layer's part of vectors (…, p) as matrices (…, outputs, width)."""
         parts = []
@@ -203,6 +209,10 @@ class MetricMap:
                 continue
             block.add(out, k_b.to(rows) @ matrix)
             return
+        end = start + rows.shape[1]
+        if all(last <= start or end <= first for block in self.blocks for first, last in block.spans):
+            out[:, start:end] += rows  # no layer of the metric
+            return
         whole = rows.new_zeros(len(rows), self.size)
         whole[:, start : start + rows.shape[1]] = rows
         out += self.lift(whole)
@@ -212,21 +222,7 @@ class MetricMap:
         self.add_projected(out, table(values, index, count), start)
 
     def linear(self, inputs: Inputs, shape: torch.Size, weight: int, bias: int | None, rows: int) -> None:
-        """No faster way to rows; ``factors`` need none."""
-
-    def factors(self, weight: int, bias: int | None, inputs: Tensor) -> tuple[Block, Tensor, Tensor] | None:
-        """The layer with these places, its inputs a (B, positions, …) as K_A [a 1], and K_B; None where rows cost less."""
-        found = [(b, k) for b, k in zip(self.blocks, self.roots, strict=True) if (b.weight, b.bias) == (weight, bias)]
-        if not found:
-            return None
-        block, (k_a, k_b) = found[0]
-        places = inputs.shape[1]
-        if places > 1 and places * (block.outputs + block.inputs) > block.outputs * block.inputs:
-            return None
-        a = inputs @ k_a[: block.inputs].to(inputs)
-        if block.bias is not None:
-            a = a + k_a[-1].to(inputs)
-        return block, a, k_b
+        """No faster way to rows."""
 
     def finish(self, out: Tensor) -> Tensor:
         """Nothing is left to do."""

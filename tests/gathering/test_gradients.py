@@ -67,20 +67,92 @@ def _turned() -> nn.Module:
     return nn.Conv2d(2, 4, (2, 3), stride=(2, 1), padding=(1, 0), dilation=(1, 1), padding_mode="circular", bias=False)
 
 
+class Twice(nn.Module):
+    """Two linear layers with one weight and biases of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.first(x) + self.second(x.square())
+
+
+class Tongue(nn.Module):
+    """A table that is looked up at every position, and that is the weight of the last layer at every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(3, 4)
+        self.head = nn.Linear(4, 3, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words((x > 0).long() + (x > 1).long()))).square().mean(1)[:, :2]
+
+
+class Unknown(nn.Module):
+    """A layer that Opacus knows nothing of, with a linear layer inside that is served with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inside(x * self.scale)
+
+
+class Stepwise(nn.Module):
+    """More positions than a small matrix is worth, and a linear layer whose weight is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.each, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.each(x))).square().mean(1)
+
+
+def _frozen_convolution() -> nn.Module:
+    """A convolution of which the bias alone is trainable, called twice in a row."""
+    layer = nn.Conv1d(2, 2, 3, padding=1)
+    layer.weight.requires_grad_(False)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Flatten(), nn.Linear(8, 2))
+
+
 MODELS = {
-    "one layer": (lambda: nn.Linear(4, 2), (4,), 1),
-    "two layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)), (4,), 2),
-    "positions": (Positions, (3, 9), 2),
-    "convolution": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)), (1, 4), 2),
+    "one layer": (lambda: nn.Linear(4, 2), (4,), "Factored"),
+    "two layers": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)),
+        (4,),
+        "Factored Factored",
+    ),
+    "positions": (Positions, (3, 9), "Factored Factored"),
+    "many positions": (Stepwise, (7, 2), "Formed Formed"),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)),
+        (1, 4),
+        "Formed Factored",
+    ),
+    "a convolution's bias": (_frozen_convolution, (2, 4), "Formed Factored"),
     "images": (
         lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), _turned(), nn.Flatten(), nn.Linear(24, 2)),
         (1, 5, 5),
-        3,
+        "Formed Formed Factored",
     ),
-    "a shared bias": (Shared, (4,), 0),
-    "a norm between": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (4,), 3),
-    "a table": (Table, (5,), 3),
-    "a tied table": (lambda: Table(tied=True), (5,), 1),
+    "a shared bias": (Shared, (4,), "Factored Factored Loose"),
+    "a shared weight": (Twice, (4,), "Factored Factored Formed"),
+    "a norm between": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+        (4,),
+        "Factored Factored Loose",
+    ),
+    "a table": (Table, (5,), "Factored LookedUp Loose"),
+    "a tied table": (lambda: Table(tied=True), (5,), "Tied Loose"),
+    "a tied table at every position": (Tongue, (6,), "Tied"),
+    "an unknown layer": (Unknown, (4,), "Loose rows"),
 }
 
 
@@ -98,7 +170,7 @@ def _bench(model):
 
 
 def _prepared(name, count=6):
-    make, shape, factored = MODELS[name]
+    make, shape, forms = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make().double()
@@ -106,15 +178,16 @@ def _prepared(name, count=6):
     y = torch.randn(count, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     bench = _bench(model)
     looks.prepare(bench, DataLoader(TensorDataset(x, y), batch_size=4))
-    return bench, x, y, factored
+    return bench, x, y, forms
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_factors_and_rows_agree(name):
-    bench, x, y, factored = _prepared(name)
+    bench, x, y, expected = _prepared(name)
     found = bench.gradients(x, y, pad_to=8)
     rows = bench.quadratics(x, y, curvature=False, pad_to=8)
-    assert len(found.factored) == factored
+    forms = [type(part).__name__ for part in found.factored] + ["rows"] * (found.rows is not None)
+    assert " ".join(forms) == expected
     assert error(found.norms, rows.gradient_norms) < 1e-11
     for bound in (1e9, float(rows.gradient_norms.median())):
         fast, slow = ClippedAdder(bound, 0.0), ClippedAdder(bound, 0.0)

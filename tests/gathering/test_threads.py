@@ -15,7 +15,7 @@ from opacus_expm.experiments.task import fit, outputs
 from opacus_expm.gathering import looks, threads
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.gathering.threads import ENOUGH, Threads, operations
+from opacus_expm.gathering.threads import CACHE, ENOUGH, Threads, Work, work_of
 from opacus_expm.subspaces import Sparse
 
 
@@ -61,26 +61,56 @@ def records(count: int) -> TensorDataset:
 
 def test_operations_are_products_of_parameters_and_positions():
     perceptron = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 1))
-    assert operations(perceptron, torch.zeros(1, 5)) == 5 * 10 + 10
-    assert operations(nn.Conv2d(2, 3, 5), torch.zeros(1, 2, 8, 8)) == 3 * 2 * 25 * 16
-    assert operations(nn.Linear(4, 6), torch.zeros(1, 7, 4)) == 7 * 24
-    assert operations(nn.Linear(4, 6), torch.zeros(1, 5)) == math.inf  # does not run
+    assert work_of(perceptron, torch.zeros(1, 5)).products == 5 * 10 + 10
+    assert work_of(nn.Conv2d(2, 3, 5), torch.zeros(1, 2, 8, 8)).products == 3 * 2 * 25 * 16
+    assert work_of(nn.Linear(4, 6), torch.zeros(1, 7, 4)).products == 7 * 24
+    assert work_of(nn.Linear(4, 6), torch.zeros(1, 5)).products == math.inf  # does not run
+
+
+def test_few_records_stay_in_cache():
+    assert work_of(nn.Sequential(nn.Linear(5, 10), nn.ReLU()), torch.zeros(1, 5)) == Work(50.0, 20, 60)
+    assert Work(1.0, CACHE // 40, 0).few(1) == 32  # 40, in whole numbers of 16
+    assert Work(1.0, CACHE // 40, 0).few(3) == 112
+    assert Work(1.0, CACHE, 0).few(1) == 16
+    assert Work(1.0, CACHE, 25 * CACHE).few(1) == 96  # parameters are worth reading for a hundred
+    assert Work(math.inf, 0, 0).few(1) is None
+    with Threads(Work(ENOUGH / 32, CACHE // 20, 0)).shared(512):  # 48 at a time on three cores
+        assert torch.get_num_threads() == 3
+    with Threads(Work(ENOUGH / 64, CACHE // 20, 0)).shared(512):
+        assert torch.get_num_threads() == 1
+
+
+def test_a_pass_in_small_pieces_finds_the_same(monkeypatch):
+    loader = DataLoader(records(50), batch_size=50)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = model()
+    found = []
+    for cache, sizes in ((CACHE, {64}), (16, {16})):
+        monkeypatch.setattr(threads, "CACHE", cache)
+        bench = Workbench(network, Measurement(Sparse(seed=0), None, nn.MSELoss(), progress=False))
+        looks.prepare(bench, loader)
+        SEEN.clear()
+        found.append(looks.gradient_norms(bench, loader))
+        assert {size for size, _ in SEEN} == sizes
+    assert len(found[0]) == 50
+    assert abs(found[0] - found[1]).max() < 1e-6 * found[0].max()
 
 
 def test_counting_leaves_no_hook_behind():
     layer = nn.Linear(4, 6)
-    operations(layer, torch.zeros(1, 4))
-    operations(layer, torch.zeros(1, 5))
+    work_of(layer, torch.zeros(1, 4))
+    work_of(layer, torch.zeros(1, 5))
     assert not layer._forward_hooks
 
 
 def test_work_decides():
-    with Threads(ENOUGH / 8).shared(7):
+    with Threads(Work(ENOUGH / 8, 0, 0)).shared(7):
         assert torch.get_num_threads() == 1
-        with Threads(ENOUGH / 8).shared(8):  # by its own work, not by that of what is around
+        with Threads(Work(ENOUGH / 8, 0, 0)).shared(8):  # by its own work, not by that of what is around
             assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == 1
-    with Threads(ENOUGH).shared(None):
+    with Threads(Work(ENOUGH, 0, 0)).shared(None):
         assert torch.get_num_threads() == 3
 
 
@@ -88,12 +118,12 @@ def test_what_is_learned_inside_counts_from_then_on():
     own = Threads()
     with own.shared(16):
         assert torch.get_num_threads() == 1
-        own.learn(ENOUGH)
+        own.learn(Work(ENOUGH, 0, 0))
         assert torch.get_num_threads() == 3
 
 
 def test_restored_after_an_error():
-    with pytest.raises(KeyError), Threads(1.0).shared(1):
+    with pytest.raises(KeyError), Threads(Work(1.0, 0, 0)).shared(1):
         raise KeyError
 
 
@@ -101,12 +131,12 @@ def test_restored_when_threads_of_python_overlap():
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with Threads(1.0).shared(1):
+        with Threads(Work(1.0, 0, 0)).shared(1):
             inside.set()
             leave.wait(10)
 
     one = threading.Thread(target=other)
-    with Threads(1.0).shared(1):
+    with Threads(Work(1.0, 0, 0)).shared(1):
         one.start()
         assert inside.wait(10)
     leave.set()
