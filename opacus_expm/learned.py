@@ -267,19 +267,21 @@ class LearnedRounds:
         """
         asked, n, deviation = self._questions, self._questions.size, 1 / rule.factor_mu
         matrices = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
+        shares = sums.shares if rule.layers > 1 else sums.shares[:0]  # one layer has all
 
         def noisy() -> Tensor:
             random = asked.books.noise.source()
             parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in matrices]
-            parts.append(sums.shares + deviation * torch.from_numpy(random.standard_normal(len(sums.shares))))
+            if len(shares):
+                parts.append(shares + deviation * torch.from_numpy(random.standard_normal(len(shares))))
             return torch.cat([part.flatten() for part in parts])
 
-        sizes = [*(t.numel() for t in matrices), len(sums.shares)]
+        sizes = [*(t.numel() for t in matrices), len(shares)]
         like = torch.zeros(sum(sizes), dtype=torch.float64)
-        *parts, shares = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
+        *parts, told = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
         spectra = [Spectrum.of(part.view_as(t)) for part, t in zip(parts, matrices, strict=True)]
-        seen = torch.where(shares > _SEEN * deviation / n, shares, 0.0)
-        return spectra, seen / seen.sum() if bool(seen.any()) else torch.full_like(seen, 1 / len(seen))
+        seen = torch.where(told > _SEEN * deviation / n, told, 0.0)
+        return spectra, seen / seen.sum() if bool(seen.any()) else torch.full((rule.layers,), 1 / rule.layers)
 
     def bound(self, bench: Workbench, rule: Rule, unit: float = 1.0) -> float:
         """C, at which gradients are clipped; they are expected to be of the order of ``unit``.

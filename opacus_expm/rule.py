@@ -116,13 +116,13 @@ class Rule:
 
     @property
     def metric_mu(self) -> float:
-        """Of the 2L factors and the layers' shares together."""
+        """Of the 2L factors and, where there are several layers, their shares together."""
         return self.mu * math.sqrt(_METRIC_SHARE)
 
     @property
     def factor_mu(self) -> float:
         """Of each of the 2L factors, and of the shares."""
-        return self.metric_mu / math.sqrt(2 * self.layers + 1)
+        return self.metric_mu / math.sqrt(2 * self.layers + (self.layers > 1))
 
     @property
     def scale_mu(self) -> float:
@@ -131,8 +131,8 @@ class Rule:
 
     @property
     def bound_mu(self) -> float:
-        """Of C, on which everything depends: 120/n, but no more than 6 % of μ²."""
-        return min(120 / self.records, 0.25 * self.mu)
+        """Of C, on which everything depends: 60/n for a head and 120/n otherwise, but no more than 6 % of μ²."""
+        return min((60 if self.head else 120) / self.records, 0.25 * self.mu)
 
     @property
     def loss_mu(self) -> float:

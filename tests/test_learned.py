@@ -73,7 +73,7 @@ def _plan(epsilon, delta, n, layers, bounded, head):
         return (what, curves.bounded_range_within(cost), math.inf, None)
 
     before = [("metric", math.inf, mu * math.sqrt(0.08), None)] if layers else []
-    before += [choice("scale", min(30 / n, 0.17 * mu)), choice("bound", min(120 / n, 0.25 * mu))]
+    before += [choice("scale", min(30 / n, 0.17 * mu)), choice("bound", min((60 if head else 120) / n, 0.25 * mu))]
     before += [] if bounded else [choice("loss bound", min(50 / n, 0.15 * mu))]
     before += [] if head else [("loss", math.inf, min(50 / n, 0.15 * mu), None)]
     after = [choice("choice", mu * math.sqrt(0.02))]

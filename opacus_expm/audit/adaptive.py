@@ -184,7 +184,7 @@ class Parts:
 
 
 def metric(epsilon: float, delta: float) -> Parts:
-    """The factors of a layer with two inputs, a symmetric matrix and a number, and its share; then its scale.
+    """The factors of a layer with two inputs, a symmetric matrix and a number; then its scale.
 
     What is released is linear in the noise. Its law follows from what is released with every one of the normal numbers 1 and
     the others 0.
@@ -194,17 +194,17 @@ def metric(epsilon: float, delta: float) -> Parts:
         side.tell(1.0, *normals, picks=[200])
         side.rounds.geometry(side.bench, side.rule, looks.blocks(side.bench))
         found = side.books.answers["metric"].numpy()
-        return np.asarray(found[[0, 1, 3, 4, 5]] * [1.0, math.sqrt(2), 1.0, 1.0, 1.0])  # isometric
+        return np.asarray(found[[0, 1, 3, 4]] * [1.0, math.sqrt(2), 1.0, 1.0])  # isometric
 
     def law(first: Side, second: Side) -> JointLaw:
         means, noises, laws = [], [], []
         for side in (first, second):
             means.append(answer(side))
             laws.append(_choice(side))
-            units: list[Any] = [(np.eye(4)[i].reshape(2, 2),) for i in range(4)] + [(0.0, 1.0), (0.0, 0.0, 1.0)]
+            units = [(np.eye(4)[i].reshape(2, 2), 0.0) for i in range(4)] + [(0.0, 1.0)]
             noises.append(np.array([answer(side, *unit) - means[-1] for unit in units]))
         covariance = noises[0].T @ noises[0]
-        if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=_SAME) or np.linalg.matrix_rank(covariance) < 5:
+        if not np.allclose(noises[0], noises[1], rtol=_SAME, atol=_SAME) or np.linalg.matrix_rank(covariance) < 4:
             raise NotHidden
         shift = means[1] - means[0]
         distance = math.sqrt(shift @ np.linalg.solve(covariance, shift))
