@@ -28,7 +28,8 @@ RECORDS = {"digits": 20_000, "lora": 512, "full": 128}
 FLOORS = {"floor direction": "direction", "floor exact": "exact sparse 400"}
 ITEMS = (
     "import only", "dp-sgd epoch", "dp-sgd ghost", *FLOORS, "direction", "metric",
-    "gradient sparse 400", "sampled sparse 400", "exact sparse 400", "exact stiefel 400", "naive stiefel 400",
+    "gradient sparse 400", "sampled sparse 400", "exact sparse 400", "exact structured 400", "exact stiefel 400",
+    "naive stiefel 400",
 )  # fmt: skip
 LEFT_OUT = {
     "digits": (),
@@ -173,9 +174,10 @@ def part_of_a_round(problem: Problem, kind: str):
 
 def our_pass(problem: Problem, kind: str, projection: str, k: int):
     """One pass of the source paper's draw."""
-    from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Stiefel
+    from opacus_expm import ExpMQuadEngine, GradSampling
+    from opacus_expm.subspaces import named
 
-    recipe = {"sparse": Sparse, "stiefel": Stiefel}[projection](seed=0)
+    recipe = named(projection).seeded(0)
     options = {"max_grad_norm": 1.0, "max_curvature": 0.0 if kind == "gradient" else 1.0}
     if kind == "sampled":
         options["grad_sample_mode"] = GradSampling(probes=2)
