@@ -308,6 +308,18 @@ class UnusedCall(nn.Module):
         return self.head(torch.tanh(self.layer(x)).mean(1) + torch.tanh(self.layer(x[:, 0])))
 
 
+class ReusedConvolution(nn.Module):
+    """A convolution with few outputs called on images of different sizes, and one of the results thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x[..., :3])
+        return self.head(torch.tanh(self.layer(x)).mean((2, 3)) + torch.tanh(self.layer(x[..., 1:])).mean((2, 3)))
+
+
 class UnusedLookup(nn.Module):
     """The same with an embedding."""
 
@@ -623,6 +635,7 @@ CASES = [
     Case("keyword", CalledByKeyword, numbers(4)),
     Case("unused", Unused, numbers(4)),
     Case("unused-call", UnusedCall, numbers(5, 4)),
+    Case("reused-convolution", ReusedConvolution, numbers(2, 4, 4)),
     Case("unused-lookup", UnusedLookup, tokens(5)),
     Case("two-inputs", TwoInputs, lambda n: (numbers(4)(n), tokens(0)(n))),
     Case("named-inputs", NamedInputs, lambda n: {"x": numbers(4)(n), "token": tokens(0)(n)}),

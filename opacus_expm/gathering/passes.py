@@ -60,6 +60,7 @@ from opacus_expm.subspaces.metric import Block
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
 _PRODUCTS = 2**25  # of a forward pass on the records that are differentiated together: they stay in cache
+_LEAST_RECORDS = 64  # of these: fewer do not pay for reading the weights of a large model
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
@@ -303,7 +304,7 @@ class Workbench:
             curvature=curvature,
             probes=self.measurement.grad_sampling.probes,
             pad_to=pad_to,
-            most=_PRODUCTS / self._products,
+            most=max(_LEAST_RECORDS, _PRODUCTS / self._products),
         )
 
     def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:
