@@ -55,8 +55,9 @@ from opacus_expm.mechanism.quantiles import GRID
 from opacus_expm.public import taught
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
+from opacus_expm.subspaces.base import damping_of
 from opacus_expm.subspaces.leading import Leading
-from opacus_expm.subspaces.metric import Block, Metric, Spectrum, damping_of
+from opacus_expm.subspaces.metric import Block, Metric, Spectrum
 from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 
@@ -67,7 +68,10 @@ _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0  # a bound of losses that has to be bou
 _LEAST_DAMPING = 1 / 640  # of the largest curvature
 _SEEN = 2.0  # deviations of its noise, from which on a layer's share is one
 _CHOICES = (0.0, 1.0)  # of the mean of the last places
-_RELUCTANCE = np.array([-8.0, 0.0])  # public weights of the choices
+_RELUCTANCE = np.array(
+    [-8.0, 0.0]
+)  # public weights of the choices, and the other way round where there is little signal
+_FAINT, _LOST = 3.0, 1.0  # nμ/√p, below which a direction can hardly be told from noise, and below which it is noise
 _LEADING = 800  # directions of public curvature
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
@@ -400,12 +404,13 @@ class Walk(PrivateValues):
         """The model at the mean of the last places or at the start, by the clipped gain in the records' losses.
 
         The start's gain is 0 and a record's share of the other lies in [−B, B], so that it moves the scores by a range of at
-        most B.
+        most B. What is to be kept where the gains cannot tell is a matter of public numbers.
         """
         places = [share * self._total / self._count for share in _CHOICES]
         gains = looks.gains(self._bench, self._loader, places, self._guess)
         epsilon = _price(self.rule.choice_mu)
-        number = self._asked.choice("choice", epsilon * gains / self._guess + _RELUCTANCE, epsilon)
+        weights = _RELUCTANCE if _signal(self.rule, self._bench.layout.size) >= _LOST else -_RELUCTANCE
+        number = self._asked.choice("choice", epsilon * gains / self._guess + weights, epsilon)
         rule, found = self.rule, self._bench.module_at(places[number])
         sample = f"samples of {rule.sample_rate:.2g} of the records"
         what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
@@ -436,13 +441,18 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
 
 def _warn_if_faint(rule: Rule, parameters: int) -> None:
     """Say from public numbers that a direction can hardly be told from noise."""
-    signal = rule.records * rule.mu / math.sqrt(parameters)
-    if signal < 3:
+    signal = _signal(rule, parameters)
+    if signal < _FAINT:
         _warnings.warn(
             f"with {rule.records} records, {parameters} parameters and epsilon={rule.epsilon:g} a gradient can hardly be "
             f"told from noise (n·μ/√p = {signal:.2g}, reliable from 3): the released model may be no better than the one "
             "that came; freeze parameters, or spend more"
         )
+
+
+def _signal(rule: Rule, parameters: int) -> float:
+    """nμ/√p: a mean gradient of the bound's length, over the length of the noise."""
+    return rule.records * rule.mu / math.sqrt(parameters)
 
 
 def _price(mu: float) -> float:

@@ -82,6 +82,16 @@ def blocks_of(module: nn.Module, layout: Layout) -> dict[nn.Module, Block]:
     return found
 
 
+def head_alone(module: nn.Module, layout: Layout) -> bool:
+    """Whether what is trainable is the last of the layers that are matrices, in the order of the module, alone."""
+    layers = [layer for layer in module.modules() if is_matrix(layer)]
+    blocks = blocks_of(module, layout)
+    if not layers or list(blocks) != layers[-1:]:
+        return False
+    [block] = blocks.values()
+    return block.outputs * block.width == layout.size
+
+
 def random_cotangent(
     criterion: Criterion, outputs: Tensor, targets: Tensor, count: int, random: np.random.Generator
 ) -> Tensor:

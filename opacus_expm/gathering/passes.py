@@ -32,11 +32,10 @@ from opacus_expm.gathering.clipping import (
     record_quadratics,
 )
 from opacus_expm.gathering.criteria import Criterion, description, make_criterion, undecided
-from opacus_expm.gathering.factors import blocks_of
+from opacus_expm.gathering.factors import blocks_of, head_alone
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
 from opacus_expm.gathering.independence import synthetic_outputs
-from opacus_expm.gathering.layers import is_matrix
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import (
     check_module,
@@ -316,13 +315,8 @@ class Workbench:
         return blocks_of(self._working, self.layout)
 
     def moves_head_alone(self) -> bool:
-        """Whether what is trainable is the last of the layers that are matrices, in the order of the module, alone."""
-        layers = [layer for layer in self._working.modules() if is_matrix(layer)]
-        blocks = self.blocks()
-        if not layers or list(blocks) != layers[-1:]:
-            return False
-        [block] = blocks.values()
-        return block.outputs * block.width == self.layout.size
+        """Whether the last layer that is a matrix is all that is trainable."""
+        return head_alone(self._working, self.layout)
 
     @property
     def prepared(self) -> tuple[RowSource, Criterion]:

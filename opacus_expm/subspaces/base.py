@@ -13,11 +13,13 @@ process and on every device (up to rounding for ``Stiefel``, whose columns come 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from opacus_expm import _check
@@ -162,3 +164,15 @@ def table(values: Tensor, index: Tensor, count: int) -> Tensor:
     size, _, width = values.shape
     found = values.new_zeros(size, count, width)
     return found.scatter_add_(1, index[..., None].expand_as(values), values).flatten(1)
+
+
+def damping_of(values: Tensor, dimensions: float, least: float) -> float:
+    """h₀ for which Σ h/(h + h₀), the number of dimensions that take part, is as asked; no less than ``least`` > 0."""
+
+    def excess(logarithm: float) -> float:
+        return float((values / (values + math.exp(logarithm))).sum()) - dimensions
+
+    if excess(math.log(least)) <= 0:
+        return least
+    most = math.log(float(values.sum()) / dimensions)  # where excess is negative: h/(h + h₀) < h/h₀
+    return math.exp(float(brentq(excess, math.log(least), most, rtol=1e-9)))

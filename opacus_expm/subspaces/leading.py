@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from opacus_expm.subspaces.base import Projection, PublicRows
-from opacus_expm.subspaces.metric import damping_of
+from opacus_expm.subspaces.base import Projection, PublicRows, damping_of
 from opacus_expm.subspaces.preconditioned import DAMPING, PublicCurvature
 from opacus_expm.subspaces.stiefel import Columns
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, table
@@ -101,18 +100,6 @@ class Spectrum:
         """(I + M/damping)^{−½}."""
         found: Tensor = (self.vectors * (1 + self.values / damping).rsqrt()) @ self.vectors.T
         return found
-
-
-def damping_of(values: Tensor, dimensions: float, least: float) -> float:
-    """h₀ for which Σ h/(h + h₀), the number of dimensions that take part, is as asked; no less than ``least`` > 0."""
-
-    def excess(logarithm: float) -> float:
-        return float((values / (values + math.exp(logarithm))).sum()) - dimensions
-
-    if excess(math.log(least)) <= 0:
-        return least
-    most = math.log(float(values.sum()) / dimensions)  # where excess is negative: h/(h + h₀) < h/h₀
-    return math.exp(float(brentq(excess, math.log(least), most, rtol=1e-9)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,13 +107,13 @@ def test_unknown_tasks_are_named(tmp_path, capsys):
 
 
 def test_passes_are_counted_from_the_formula():
-    """Written out: a metric, a bound, a choice between two places, three lengths, a bound of the losses, and directions."""
-    assert Rule(1.0, 1e-5, 2000, 1, True).looking == pytest.approx(2 + 2 / 3)
-    assert Rule(1.0, 1e-5, 2000, 3, True).looking == pytest.approx(2 + 2 / 3 + 3 * 2 / 3)
-    assert Rule(1.0, 1e-5, 2000, 3, False).looking == pytest.approx(2 + 2 / 3 + 3 * 2 / 3 + 1 / 3)
-    assert Rule(1.0, 1e-5, 2000, 0, True).looking == pytest.approx(1 + 2 / 3)
+    """Written out: a metric, a bound, losses at the start, a choice between two places, and directions."""
+    assert Rule(1.0, 1e-5, 2000, 1, True, head=True).looking == pytest.approx(2 + 2 / 3)
+    assert Rule(1.0, 1e-5, 2000, 1, False, head=True).looking == pytest.approx(2 + 2 / 3 + 1 / 3)
+    assert Rule(1.0, 1e-5, 2000, 3, True).looking == pytest.approx(2 + 2 / 3 + 1 / 3)
+    assert Rule(1.0, 1e-5, 2000, 3, True, public=True).looking == pytest.approx(1 + 2 / 3 + 1 / 3)
     assert all(Rule(1.0, 1e-5, 2000, layers, False).passes == pytest.approx(10) for layers in range(6))
-    assert Rule(0.1, 1e-5, 2000, 1, True).passes == pytest.approx(2 + 2 / 3 + 5)
+    assert Rule(0.1, 1e-5, 2000, 1, True, head=True).passes == pytest.approx(2 + 2 / 3 + 5)
 
 
 def test_passes_of_pure_rounds_are_counted_from_the_formula():

@@ -145,5 +145,5 @@ def test_representations_say_what_is_public():
     sampled._training.module.train()
     assert repr(sampled.in_pieces(2)) == (
         "StandInLoader(Poisson samples, at most 10 batches an epoch, at most 2 records at once, "
-        "Training(0 of 15 rounds drawn))"
+        "Training(0 of 42 rounds drawn))"
     )
