@@ -44,7 +44,7 @@ def test_the_loops_own_loss_is_counted(name, clean):
 
 @pytest.mark.filterwarnings("ignore:with 20 records")
 def test_samples_are_counted_in_the_same_way():
-    loops = [make_sampled(grad_sample_mode=mode) for mode in ("ghost", "hooks")]
+    loops = [make_sampled(grad_sample_mode=mode, target_epsilon=20.0) for mode in ("ghost", "hooks")]
     for loop in loops:
         for _ in range(5):
             plainly(loop, loop.criterion)
