@@ -221,7 +221,7 @@ class LearnedRounds:
         unit = math.sqrt(geometry.damping)
         bound = self.bound(bench, rule, unit)
         guess, loss = self.losses(bench, rule, planned.guess)
-        time = rule.head_time if loss is None else rule.time(bound / unit, loss, geometry.dimensions)
+        time = rule.head_time if loss is None else rule.time(bound / unit, loss, guess, geometry.dimensions)
         return Walk(bench, self._loader, self._questions, rule, bound, guess, time / geometry.damping / rule.steps)
 
     def _rule(self, bench: Workbench, layers: int, bounded: bool) -> Rule:

@@ -17,7 +17,7 @@ _LAYER_STEPS = 14  # of one layer; each further one needs twice as many more
 _METRIC_SHARE = 0.08  # of μ²
 _CHOICE_SHARE = 0.02  # of μ²
 _DIMENSIONS = 0.1  # of nμ
-_DAMAGE = 0.05  # of the loss at the start, that noise may undo
+_DAMAGE = 0.375  # of ℓ²/B, with ℓ the loss at the start, that noise may undo
 _LONGEST = 12.0  # τ
 
 
@@ -95,19 +95,22 @@ class Rule:
         """
         return min(2.0, 0.3 * self.own_steps) * self.own_steps
 
-    def time(self, bound: float, loss: float, dimensions: float) -> float:
+    def time(self, bound: float, loss: float, guess: float, dimensions: float) -> float:
         """τ of several layers, the sum of all steps' lengths in units in which the loss curves by no more than one.
 
         With u the place in those units, the directions' noise moves every coordinate of u by a deviation of about τC/(nμ),
         however many steps there are, and so raises the loss by about ½·d·(τC/(nμ))², where d is the number of dimensions
-        that take part. It may raise it by a part of what it is at the start: who has much to gain takes more noise.
+        that take part. It may raise it by 3/8 of ℓ²/B, with ℓ the loss at the start and B that of guessing: who is as bad as
+        guessing takes much noise, and who is nearly right takes little.
 
         Args:
             bound: C.
-            loss: the mean loss at the start.
+            loss: ℓ, the mean loss at the start.
+            guess: B.
             dimensions: d.
         """
-        return min(_LONGEST, self.records * self.mu / bound * math.sqrt(2 * _DAMAGE * loss / dimensions))
+        damage = _DAMAGE * loss**2 / guess
+        return min(_LONGEST, self.records * self.mu / bound * math.sqrt(2 * damage / dimensions))
 
     @property
     def dimensions(self) -> float:

@@ -150,12 +150,12 @@ def test_a_recurrent_layer_of_opacus_has_factors():
 
 
 def test_the_noise_of_the_steps_raises_the_loss_by_a_known_part():
-    """½·d·(τC/(nμ))² = a twentieth of the loss, from the docstring; and never longer than the longest."""
+    """½·d·(τC/(nμ))² = 3/8 of ℓ²/B, from the docstring; and never longer than the longest."""
     rule = Rule(EPSILON, DELTA, 1000, 2, bounded=True)
-    bound, loss, dimensions = 3.0, 0.7, 40.0
-    time = rule.time(bound, loss, dimensions)
-    assert 0.5 * dimensions * (time * bound / (1000 * rule.mu)) ** 2 == pytest.approx(0.05 * loss)
-    assert rule.time(bound / 100, loss, dimensions) == 12
+    bound, loss, guess, dimensions = 3.0, 0.7, 2.0, 40.0
+    time = rule.time(bound, loss, guess, dimensions)
+    assert 0.5 * dimensions * (time * bound / (1000 * rule.mu)) ** 2 == pytest.approx(0.375 * loss**2 / guess)
+    assert rule.time(bound / 100, loss, guess, dimensions) == 12
 
 
 def test_a_step_is_as_long_as_bound_loss_and_dimensions_say(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_step_is_as_long_as_bound_loss_and_dimensions_say(monkeypatch):
         warnings.simplefilter("ignore")  # few records
         walk = rounds.begin(rounds.plan(_deep()))
     assert found == [2.0]
-    assert walk._rate * walk.rule.steps * 4.0 == pytest.approx(walk.rule.time(1.5, 0.01, 5.0))
+    assert walk._rate * walk.rule.steps * 4.0 == pytest.approx(walk.rule.time(1.5, 0.01, 1.0, 5.0))
 
 
 # --- with public data ------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_more_epochs_than_steps_take_all_records(layers):
     for epochs in (plain.steps, 2 * plain.steps, 7 * plain.steps):
         rule = replace(plain, epochs=epochs)
         assert (rule.steps, rule.sample_rate) == (epochs, 1.0)
-        assert (rule.head_time, rule.time(1.0, 1.0, 5.0)) == (plain.head_time, plain.time(1.0, 1.0, 5.0))
+        assert (rule.head_time, rule.time(1.0, 1.0, 2.0, 5.0)) == (plain.head_time, plain.time(1.0, 1.0, 2.0, 5.0))
     few = replace(plain, epochs=2)
     assert (few.steps, few.sample_rate) == (plain.steps, 2 / plain.steps)
 
