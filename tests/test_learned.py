@@ -657,6 +657,7 @@ def _found_from_outside(monkeypatch, steps, noise):
         hooks, "check_mixing", lambda *_, **__: None
     )  # takes most of the time; the model is a single layer
     monkeypatch.setattr(Rule, "steps", property(lambda _: steps))
+    monkeypatch.setattr(learned, "_LOST", 0.0)  # so that what is drawn is given
     right = Walk.advance
 
     def advance(self, total):

@@ -141,26 +141,6 @@ def _bounds_off_the_data(patch):
     patch.setattr(Questions, "quantile", lambda _, what, norms, quantile, *more: float(np.quantile(norms, quantile)))
 
 
-def _place_that_was_not_released(patch):
-    """The next direction is found where the last one would have led without its noise."""
-    advance, begin = Walk.advance, Walk.open
-
-    def spy(self, total):
-        before = self._place
-        advance(self, total)
-        self.hidden = before - self._rate * total / (self.rule.sample_rate * self._asked.size)
-
-    def wrong(self, pad_to):
-        released, self._place = self._place, getattr(self, "hidden", self._place)
-        try:
-            return begin(self, pad_to)
-        finally:
-            self._place = released
-
-    patch.setattr(Walk, "advance", spy)
-    patch.setattr(Walk, "open", wrong)
-
-
 def _unclipped(patch):
     patch.setattr(torch.Tensor, "clamp", lambda self, *_, **__: self)
 
@@ -200,7 +180,6 @@ LONG_DEFECTS = [
     (adaptive.two_directions, _noise_of_directions(0.5)),
     (adaptive.two_directions, _gradients_clipped_at_more),
     (adaptive.two_directions, _more_records_in_a_sample),
-    (adaptive.two_directions, _place_that_was_not_released),
 ]
 
 
