@@ -275,10 +275,10 @@ class Workbench:
         self._threads.learn(work if self.device.type == "cpu" else replace(work, elements=0))
         self._ready = (source if views is None else EachView(source), loss)
 
-    def few(self, stream: Batches, pad_to: int | None, times: int = 1) -> Iterator[tuple[Any, Tensor, int | None]]:
+    def few(self, stream: Batches, pad_to: int | None) -> Iterator[tuple[Any, Tensor, int | None]]:
         """The records of a stream, as many at a time as stay in cache, and the public number to fill these up to."""
         for inputs, targets in stream:
-            size = self._threads.few(pad_to, times)
+            size = self._threads.few(pad_to)
             step = size or len(targets)
             for piece in (slice(start, start + step) for start in range(0, len(targets), step)):
                 yield take(inputs, piece), targets[piece], size

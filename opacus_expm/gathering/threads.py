@@ -43,8 +43,8 @@ class Work:
     elements: int
     parameters: int
 
-    def few(self, threads: int, times: int = 1) -> int | None:
-        """How many records at a time stay in the caches of so many cores, so many times; None is any number.
+    def few(self, threads: int) -> int | None:
+        """How many records at a time stay in the caches of so many cores; None is any number.
 
         What layers put out is written and read several times in a pass. Where it leaves the cache, or is new memory each
         time, a pass takes twice as long. Fewer records than are worth reading the parameters for would not pay, either.
@@ -52,7 +52,7 @@ class Work:
         if not self.elements:
             return None
         most = max(CACHE * threads, _READ * self.parameters)
-        return max(1, most // (times * self.elements) // KERNEL_ROWS) * KERNEL_ROWS
+        return max(1, most // self.elements // KERNEL_ROWS) * KERNEL_ROWS
 
 
 @torch.no_grad()
@@ -115,12 +115,9 @@ class Threads:
         self._work = work
         self._choose()
 
-    def few(self, records: int | None, times: int = 1) -> int | None:
-        """How many of so many records to take at a time, with the threads that there are; None is all of them.
-
-        ``times`` says how many times what layers put out is there at once.
-        """
-        most = None if self._work is None or records is None else self._work.few(_KEPT.most, times)
+    def few(self, records: int | None) -> int | None:
+        """How many of so many records to take at a time, with the threads that there are; None is all of them."""
+        most = None if self._work is None or records is None else self._work.few(_KEPT.most)
         return records if most is None or records is None else min(records, most)
 
     def _choose(self) -> None:
