@@ -49,18 +49,13 @@ TASKS = {  # no run changes a task
     for name, make in (("sine", tasks.sine), ("mnist", tasks.mnist), ("icu", tasks.icu))
 }
 
-# The paper's k and R for each task, and the sizes of the public subspace.
+# The paper's k and R for each task.
 PAPER = {
     "sine": {"radius": 0.1, "proj_dim": 20, "regularization": 0.0},
     "mnist": {"radius": 0.1, "proj_dim": 400, "regularization": 1.0},
     "icu": {"radius": 0.1, "proj_dim": 20, "regularization": 0.0},
 }
 ONE_SHOT = {"sine": (0.1, 20), "mnist": (0.3, 400), "icu": (0.3, 20)}  # radius and proj_dim of the five arguments
-ROUNDS = {
-    "preconditioned": (8, 3.0),
-    "sixteen rounds": (16, 4.0),
-}  # in the full space of public curvature: T and radius
-PURE = {"sine": (0.1, None), "mnist": (3.0, 400), "icu": (0.3, None)}  # of one preconditioned draw, radius and proj_dim
 
 GRID = {
     "sine": DP_SGD_GRID[:2],
@@ -88,7 +83,7 @@ def keep(log: Journal, cell: Facts, outcome: Facts) -> Facts:
 
 
 def loaders(task):
-    """Private records, and public ones for bounds and public curvature."""
+    """Private records, and public ones for bounds and a public metric."""
     few = Subset(task.public, range(min(len(task.public), PUBLIC_RECORDS)))
     return DataLoader(task.private, batch_size=BATCH), DataLoader(few, batch_size=BATCH)
 
@@ -145,14 +140,8 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int) -> d
         module = engine.make_private_expm(
             task.model, private, epsilon, radius, k, rounds=4, public_loader=public, **common
         )
-    elif method == "no radius":
+    else:  # no radius
         module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **common)
-    else:  # in the metric of public curvature
-        rounds, radius, k = (*ROUNDS[method], None) if delta > 0 else (1, *PURE[name])
-        module = engine.make_private_expm(
-            task.model, private, epsilon, radius, k, rounds=rounds, projection="preconditioned", public_loader=public,
-            **common,
-        )  # fmt: skip
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
@@ -189,8 +178,7 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
 
 
 ONE_PASS = ("paper", "one-shot")  # whose statistics serve every budget
-OURS = ("paper", "five arguments", "one-shot", "rounds", *ROUNDS, "no radius")
-WITH_DELTA = ("sixteen rounds", "no radius")
+OURS = ("paper", "five arguments", "one-shot", "rounds", "no radius")
 
 
 def run(options, log: Journal) -> None:
@@ -227,7 +215,7 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
     name, release = options.task, None
     for epsilon, delta in itertools.product(options.epsilon, options.delta):
         cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method in WITH_DELTA and delta == 0):
+        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method == "no radius" and delta == 0):
             continue
 
         def once(epsilon=epsilon, delta=delta) -> Facts:

@@ -13,7 +13,7 @@ from opacus_expm.engine import ExpMQuadEngine, make_private_expm
 from opacus_expm.gathering.ranks import RankFailed
 from opacus_expm.gathering.rows import GradSampling
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, Structured
+from opacus_expm.subspaces import Sparse, Stiefel, Structured
 
 if TYPE_CHECKING:
     from opacus_expm.experiments import datasets, tasks
@@ -28,7 +28,6 @@ __all__ = [
     "GradSampling",
     "NoGuarantee",
     "NotGuaranteed",
-    "Preconditioned",
     "Purchase",
     "RankFailed",
     "Release",

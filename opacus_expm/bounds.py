@@ -7,8 +7,7 @@
   out of the draw's budget.
 
 The 80 % quantile of |g_i| and the median of ‖H_i‖₂ are taken: clipping a fifth of the gradients costs little; curvature
-is clipped harder, because its bound enters the noise together with the radius. In the metric of public curvature the
-public bound is the 95 % quantile: all directions have the same scale there, and few records stand out.
+is clipped harder, because its bound enters the noise together with the radius.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ from opacus_expm.gathering.passes import Remembered, Workbench
 from opacus_expm.mechanism.choices import Uniforms
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import grid_counts, private_quantile, reliable_epsilon
-from opacus_expm.subspaces import Subspace
 
 QUANTILES = {"max_grad_norm": 0.8, "max_curvature": 0.5}
-_HIGH = 0.95  # of |g_i| on public records, in the metric of public curvature
 _SHARE = 0.05  # of a budget that one bound may cost at the most
 
 
@@ -58,13 +55,6 @@ class Bounds:
             _check.positive("max_grad_norm", self.max_grad_norm)
         if self.max_curvature is not None:
             _check.non_negative("max_curvature", self.max_curvature)
-
-    @classmethod
-    def of(cls, max_grad_norm: float | None, max_curvature: float | None, subspace: Subspace) -> Bounds:
-        """As asked for; without private curvature where the subspace does not use it unless it is asked for."""
-        if max_curvature is None and not subspace.private_curvature:
-            max_curvature = 0.0
-        return cls(max_grad_norm, max_curvature)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -101,8 +91,7 @@ class Bounds:
         if not self.missing:
             return self.given()
         norms = bench.public_norms(public_loader, curvature=self.curvature)
-        quantiles = QUANTILES if bench.measurement.subspace.private_curvature else QUANTILES | {"max_grad_norm": _HIGH}
-        found = {name: float(np.quantile(norms[name], quantiles[name])) for name in self.missing}
+        found = {name: float(np.quantile(norms[name], QUANTILES[name])) for name in self.missing}
         for name, value in found.items():
             if value == 0:
                 raise ValueError(

@@ -150,16 +150,14 @@ class ExpMQuadEngine(NotCopied):
             rounds: T: each round starts from the last one's release, with statistics gathered there, on a fresh subspace.
                 The budget is split in advance: ε/T each, or of an (ε, δ) budget μ/√T each.
             max_grad_norm: C_g, bound on one record's projected gradient.
-            max_curvature: C_H, bound on one record's projected curvature; 0 uses no private curvature, the default with
-                ``projection="preconditioned"``.
+            max_curvature: C_H, bound on one record's projected curvature; 0 uses no private curvature.
             regularization: λ ≥ 0, ridge per record on |ξ|². The default is rank·C_H/k, or C_g/R without private curvature
                 (see ``mechanism.calibration.default_regularization``).
             public_loader: public data on which the bounds that are not given are measured. Without it they are bought:
                 private quantiles of the private norms, at most 5 % of ε each, charged and taken out of the draw's ε. Without
-                a radius its curvature is the metric, which pays where public records are many and like the private ones.
-            projection: ``"sparse"``, ``"structured"`` for large models, or ``"stiefel"``, all random; ``"preconditioned"``,
-                where the curvature of public records gives the metric of the ball; or a recipe with its own settings, such
-                as ``Sparse(seed=0)``.
+                a radius its curvature gives the metric, for which nothing is bought then.
+            projection: ``"sparse"``, ``"structured"`` for large models, or ``"stiefel"``, all random; or a recipe with its
+                own settings, such as ``Sparse(seed=0)``.
             nominal_size: public N; ``len(dataset)`` by default, which publishes the size, as Opacus does.
             views: a function from a batch of inputs to a list of batches like it, the same records seen differently, such
                 as ``gathering.views.pixel_shifts``. A record counts with the mean over its views, which is then clipped:
@@ -202,7 +200,7 @@ class ExpMQuadEngine(NotCopied):
                     return self._giving(lambda: pure.run(check_module(model)))
                 learned = LearnedRounds(loader, measurement, epsilon, delta, books, public_loader=public_loader)
                 return self._giving(lambda: learned.run(check_module(model)))
-            bounds = Bounds.of(max_grad_norm, max_curvature, subspace)
+            bounds = Bounds(max_grad_norm, max_curvature)
             plan = Plan(Budget.of(epsilon, delta, radius, regularization, rounds), bounds, measurement, public_loader)
             books.same(lambda: plan.facts(check_module(model), loader))
             return self._giving(lambda: Rounds(plan, loader, books).run(check_module(model)))
@@ -409,7 +407,7 @@ class ExpMQuadEngine(NotCopied):
                 model,
                 loader,
                 measurement,
-                Bounds.of(max_grad_norm, max_curvature, subspace),
+                Bounds(max_grad_norm, max_curvature),
                 books,
                 public_loader=public_loader,
                 epsilon=epsilon,

@@ -23,17 +23,6 @@ from opacus_expm.gathering.model import check_module
 from opacus_expm.gathering.passes import Pass, Remembered, Workbench
 from opacus_expm.gathering.ranks import Ranks, described
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.public import taught
-from opacus_expm.subspaces import Subspace
-
-
-def check_subspace(subspace: Subspace, public_loader: DataLoader[Any] | None) -> None:
-    """Raise for a recipe that lacks public data."""
-    if subspace.needs_public_data and public_loader is None:
-        raise ValueError(
-            f"public_loader must be given with projection={subspace.kind!r}: its curvature comes from public data; or use "
-            "projection='sparse'"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +82,7 @@ def ready(
     Args:
         model: where the pass is made.
         loader: the private data.
-        measurement: what is computed; its subspace has learned what it needs.
+        measurement: what is computed.
         bounds: as asked for; or as an earlier round settled them.
         books: that purchases are written into.
         public_loader: public data, or None.
@@ -143,9 +132,7 @@ def gathered(
 
     **Privacy:** the result is private data; bounds that are bought are charged.
     """
-    subspace = measurement.subspace
-    check_subspace(subspace, public_loader)
-    if private_checkpoint is not None and subspace.seed is None:
+    if private_checkpoint is not None and measurement.subspace.seed is None:
         raise ValueError(
             "projection must have a seed with private_checkpoint, such as Sparse(seed=0): a pass goes on in one subspace"
         )
@@ -157,8 +144,7 @@ def gathered(
     books.same(lambda: {"loader": described(loader), **facts(measurement)})
     if public_loader is not None:  # before anything is measured on it
         loaders.check_public(public_loader, loaders.check_loader(loader))
-    recipe = replace(measurement, subspace=taught(model, measurement, public_loader, books.ranks))
-    gathering = ready(model, loader, recipe, bounds, books, public_loader=public_loader, epsilon=epsilon)
+    gathering = ready(model, loader, measurement, bounds, books, public_loader=public_loader, epsilon=epsilon)
     if private_checkpoint is None:
         return gathering.over(loader)
     kept = gathering.file(private_checkpoint, loader, facts(gathering.bench.measurement))

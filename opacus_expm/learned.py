@@ -3,10 +3,9 @@
 1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``) and the layers' shares of the
    curvature, with Gaussian noise, and a private median of the curvature itself. Directions that curve by less than h₀ keep
    the parameters' own units, others are measured in units in which they curve alike; h₀ is such that as many dimensions take
-   part as the budget pays for. Where public records are given, their curvature is the metric instead
-   (``subspaces.leading``), and costs nothing. A model that hooks cannot serve keeps its own units, and h₀ follows from the
-   private median alone. For the last layer alone the factors are nearly the loss's curvature, and they are damped where
-   their noise ends.
+   part as the budget pays for. Where public records are given, factors, shares and curvature are theirs, and cost nothing.
+   A model that hooks cannot serve keeps its own units, and h₀ follows from the private median alone. For the last layer
+   alone the factors are nearly the loss's curvature; those that were bought are damped where their noise ends.
 2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
 3. **Time.** The mean loss at the start, with noise, says how much there is to gain. Together with C and the number of
    dimensions it says how far the steps may go until their noise undoes a part of that gain (``Rule.time``). For the last
@@ -29,6 +28,7 @@ run is solved for so that the total, as the ledger computes it, is ε at δ.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,13 +52,10 @@ from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.choices import symmetric_noise
 from opacus_expm.mechanism.quantiles import GRID
-from opacus_expm.public import taught
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.base import damping_of
-from opacus_expm.subspaces.leading import Leading
-from opacus_expm.subspaces.metric import Block, Metric, Spectrum
-from opacus_expm.subspaces.preconditioned import Preconditioned
+from opacus_expm.subspaces.metric import Block, Metric, Spectrum, shrunk
 from opacus_expm.subspaces.sparse import Sparse
 
 _AVERAGED = 0.4  # of the steps, at the end
@@ -72,7 +69,6 @@ _RELUCTANCE = np.array(
     [-8.0, 0.0]
 )  # public weights of the choices, and the other way round where there is little signal
 _FAINT, _LOST = 3.0, 1.0  # nμ/√p, below which a direction can hardly be told from noise, and below which it is noise
-_LEADING = 800  # directions of public curvature
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
 
 
@@ -86,7 +82,7 @@ class Geometry:
         dimensions: d, how many of them take part; of no meaning for a head.
     """
 
-    subspace: Metric | Leading | None
+    subspace: Metric | None
     damping: float
     dimensions: float
 
@@ -121,7 +117,7 @@ class LearnedRounds:
         books: that charges are written into.
         epochs: how many passes over the data the directions take, with a step in each; None for the rule's own.
         pieces: records at a time; None takes those of the measurement.
-        public_loader: public data, whose curvature is the metric; None measures one on the private data.
+        public_loader: public data, whose curvature gives the metric; None measures it on the private data.
     """
 
     def __init__(
@@ -195,18 +191,29 @@ class LearnedRounds:
         asked.admit(rule.charges(), instead_of)
         words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
-        return Planned(bench, rule, blocks, guess, self._public_geometry(model, rule))
+        return Planned(bench, rule, blocks, guess, self._public_geometry(bench, rule, blocks))
 
-    def _public_geometry(self, model: nn.Module, rule: Rule) -> Geometry | None:
-        """The leading directions of public curvature, as many as the budget pays for, in units in which they curve alike."""
+    def _public_geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Geometry | None:
+        """Units that public records give; None where there are none.
+
+        Raises:
+            ValueError: the model has no layers with a metric of their own, or the records have no curvature.
+        """
         if self._public is None:
             return None
-        recipe = replace(self._measurement, subspace=Preconditioned(rank=_LEADING))
-        found = taught(model, recipe, self._public, self._questions.books.ranks)
-        assert isinstance(found, Preconditioned)
-        assert found.curvature is not None
-        leading = Leading.of(found.curvature, rule.dimensions)
-        return Geometry(leading, 1.0, leading.dimensions)
+        if not blocks:
+            raise ValueError(
+                "public_loader gives a metric by layers, and hooks serve no layer of this model that is a matrix: leave "
+                "public_loader out"
+            )
+        sums = looks.factors(
+            bench, self._public, np.random.default_rng(0), public=True
+        )  # nothing private is random here
+        count, trace = len(sums.traces), float(sums.traces.sum(1).median())
+        if trace <= 0:
+            raise ValueError("public_loader's records have no curvature: leave public_loader out")
+        spectra = [Spectrum.of(shrunk(t / count, count)) for t in sums.factors]
+        return _whitened(blocks, spectra, (trace * sums.shares / sums.shares.sum()).tolist(), rule)
 
     def begin(self, planned: Planned) -> Walk:
         """Metric, bounds, time, and the charge for all directions: the walk stands at the start.
@@ -256,13 +263,7 @@ class LearnedRounds:
             roots = tuple(s.root(d) for s, d in zip(spectra, dampings, strict=True))
             return Geometry(Metric(blocks, ((roots[0], roots[1]),)), trace * math.prod(dampings), rule.dimensions)
         seen = [s.seen(e) for s, e in zip(spectra, edges, strict=True)]
-        pairs, traces = list(zip(seen[::2], seen[1::2], strict=True)), [trace * share for share in shares.tolist()]
-        curving = torch.cat(
-            [(h * torch.outer(b.values, a.values)).flatten() for h, (a, b) in zip(traces, pairs, strict=True)]
-        )
-        damping = damping_of(curving, rule.dimensions, _LEAST_DAMPING * float(curving.max()))
-        dimensions = float((curving / (curving + damping)).sum())
-        return Geometry(Metric.damped(blocks, pairs, traces, damping), damping, dimensions)
+        return _whitened(blocks, seen, (trace * shares).tolist(), rule)
 
     def _released(self, sums: FactorSums, rule: Rule) -> tuple[list[Spectrum], Tensor]:
         """The factors A and B of one block after the other, and each block's share of the curvature.
@@ -270,7 +271,7 @@ class LearnedRounds:
         A share that cannot be told from noise is 0; where none can, all are equal.
         """
         asked, n, deviation = self._questions, self._questions.size, 1 / rule.factor_mu
-        matrices = [t for pair in zip(sums.inputs, sums.outputs, strict=True) for t in pair]
+        matrices = sums.factors
         shares = sums.shares if rule.layers > 1 else sums.shares[:0]  # one layer has all
 
         def noisy() -> Tensor:
@@ -416,6 +417,24 @@ class Walk(PrivateValues):
         what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
         words.of_walk(self._asked.books, what, rule.passes, self._bench.module_at(places[0]), found)
         return found
+
+
+def _whitened(blocks: tuple[Block, ...], spectra: Sequence[Spectrum], traces: Sequence[float], rule: Rule) -> Geometry:
+    """Units in which as many dimensions take part as the budget pays for.
+
+    Args:
+        blocks: layers.
+        spectra: of A and B of one block after the other.
+        traces: h of each block.
+        rule: says how many dimensions.
+    """
+    pairs = list(zip(spectra[::2], spectra[1::2], strict=True))
+    curving = torch.cat(
+        [(h * torch.outer(b.values, a.values)).flatten() for h, (a, b) in zip(traces, pairs, strict=True)]
+    )
+    damping = damping_of(curving, rule.dimensions, _LEAST_DAMPING * float(curving.max()))
+    dimensions = float((curving / (curving + damping)).sum())
+    return Geometry(Metric.damped(blocks, pairs, traces, damping), damping, dimensions)
 
 
 def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Books) -> None:

@@ -146,7 +146,7 @@ class LoopRequest:
             data_loader: the private data.
             measurement: what is computed of each record.
             books: that charges are written into.
-            public_loader: public data for bounds and projections, with a radius only.
+            public_loader: public data for bounds, with a radius only.
             instead_of: what an unfinished loop of the same module has reserved.
 
         Raises:
@@ -156,7 +156,7 @@ class LoopRequest:
         pieces = loaders.Pieces(measurement.max_physical_batch_size or loaders.batch_size(data_loader))
         epsilon, delta, epochs = self.target_epsilon, self.target_delta, self.epochs
         if self.radius is not None:
-            bounds = self._bounds(data_loader, measurement, public_loader)
+            bounds = self._bounds(data_loader, public_loader)
             budget = Budget.of(epsilon, delta, self.radius, self.regularization, epochs)
             plan = Plan(budget, bounds, measurement, public_loader)
             return Rounds(plan, data_loader, books, pieces=pieces, instead_of=instead_of)
@@ -168,13 +168,11 @@ class LoopRequest:
         learned = LearnedRounds(data_loader, measurement, epsilon, delta, books, epochs=epochs, pieces=pieces)
         return LoopedRounds(learned, epochs, instead_of)
 
-    def _bounds(
-        self, data_loader: DataLoader[Any], measurement: Measurement, public_loader: DataLoader[Any] | None
-    ) -> Bounds:
+    def _bounds(self, data_loader: DataLoader[Any], public_loader: DataLoader[Any] | None) -> Bounds:
         """The bounds of a loop with a radius: given, or to be measured on public data."""
         if public_loader is not None:
             loaders.check_public(public_loader, data_loader, "data_loader")
-        bounds = Bounds.of(self.max_grad_norm, self.max_curvature, measurement.subspace)
+        bounds = Bounds(self.max_grad_norm, self.max_curvature)
         if bounds.missing and public_loader is None:
             raise ValueError(
                 f"{bounds.missing[0]} must be given, or public_loader= to measure it on public data: a loop with radius= "

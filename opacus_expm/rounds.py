@@ -28,7 +28,7 @@ from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.model import check_resolution
 from opacus_expm.gathering.ranks import described
 from opacus_expm.gathering.statistics import Statistics
-from opacus_expm.gatherings import Gathering, check_subspace, ready
+from opacus_expm.gatherings import Gathering, ready
 from opacus_expm.mechanism.calibration import (
     Allowance,
     Calibration,
@@ -39,7 +39,6 @@ from opacus_expm.mechanism.calibration import (
     default_regularization,
 )
 from opacus_expm.mechanism.density import Array, BallGaussian
-from opacus_expm.public import taught
 
 
 @dataclass(frozen=True)
@@ -126,16 +125,13 @@ class Plan:
         budget: what all rounds together may cost.
         bounds: C_g and C_H, as far as they are given.
         measurement: what each pass computes.
-        public_loader: public data for bounds and subspaces, or None.
+        public_loader: public data for bounds, or None.
     """
 
     budget: Budget
     bounds: Bounds
     measurement: Measurement
     public_loader: DataLoader[Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_subspace(self.measurement.subspace, self.public_loader)
 
     @property
     def rounds(self) -> int:
@@ -180,7 +176,7 @@ class Plan:
 class Rounds:
     """T rounds that were checked and admitted to the budget: what each gathers, from which weights, and what it draws.
 
-    Whatever later rounds take over from the first (public curvature, bounds, the way to split the budget) is kept here.
+    Whatever later rounds take over from the first (bounds, the way to split the budget) is kept here.
 
     Args:
         plan: what was asked.
@@ -208,7 +204,6 @@ class Rounds:
         prices = plan.prices(loader)
         self._ways = plan.ways(prices)
         self._way: Allowance | None = None
-        self._measurement = plan.measurement
         self._bounds: Bounds | ClippingBounds = plan.bounds
         # Admitted here, and named wherever a round charges: a training loop's rounds outlive the call.
         self._admission: Admission = books.accountant.admit(
@@ -245,16 +240,13 @@ class Rounds:
 
     def begin(self, module: nn.Module, number: int) -> Gathering:
         """A round that starts from ``module``."""
-        plan, books = self._plan, self._books
-        if number == 0:
-            learned = taught(module, plan.measurement, plan.public_loader, books.ranks)
-            self._measurement = replace(plan.measurement, subspace=learned)
+        plan = self._plan
         return ready(
             module,
             self._loader,
-            self._measurement,
+            plan.measurement,
             self._bounds,
-            books,
+            self._books,
             public_loader=plan.public_loader,
             epsilon=plan.budget.epsilon,
             admission=self._admission,

@@ -17,9 +17,9 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from opacus_expm import ExpMQuadEngine, Preconditioned, Stiefel
+from opacus_expm import ExpMQuadEngine, Stiefel
 from opacus_expm.gathering import files
 from opacus_expm.gathering import statistics as statistics_module
 
@@ -156,7 +156,7 @@ def wrapped(rank, directory):
 
 
 def public(rank, directory):
-    """Bounds and curvature from public data that every rank shuffles in its own way."""
+    """Bounds from public data that every rank shuffles in its own way."""
     engine = ExpMQuadEngine()
     torch.manual_seed(rank)
     model = engine.make_private_expm(
@@ -166,7 +166,7 @@ def public(rank, directory):
         0.3,
         None,
         criterion=nn.MSELoss(),
-        projection=Preconditioned(rank=4),
+        max_curvature=0.0,
         public_loader=loader(shuffle=True),
     )
     statistics = engine.gather(
@@ -174,14 +174,13 @@ def public(rank, directory):
         loader(),
         None,
         criterion=nn.MSELoss(),
-        projection=Preconditioned(rank=4),
+        max_curvature=0.0,
         public_loader=loader(shuffle=True),
     )
     return {
         "weights": flat(model),
         "ledger": engine.accountant.state_dict()["releases"],
         "bound": statistics.sums.max_grad_norm,
-        "curvature": statistics.subspace.curvature.tensors(),
     }
 
 
@@ -203,14 +202,6 @@ def other_machine(rank, directory):
         statistics_module.Statistics.module_at = original
 
 
-def learned(rank):
-    """A metric that was learned on each rank alone, from other public records."""
-    alone = ExpMQuadEngine(distributed=False)
-    records = loader(Subset(Records(), range(10 + rank)))
-    metric = {"projection": Preconditioned(seed=0), "criterion": nn.MSELoss()}
-    return alone.gather(make_model(), loader(), None, public_loader=records, **metric).subspace
-
-
 def mismatches(rank, directory):
     """What differs between the ranks is refused by name, on both; what cannot be shared out as well."""
     engine = ExpMQuadEngine()
@@ -222,7 +213,6 @@ def mismatches(rank, directory):
     cases = {
         "model": {"model": other},
         "seed": {"projection": Stiefel(seed=rank)},
-        "learned": {"projection": learned(rank), "max_curvature": 0.0},
         "bound": {"max_grad_norm": 1.0 + rank},
         "size": {"loader": loader(Records(RECORDS + rank))},
         "criterion": {"criterion": nn.MSELoss(reduction="sum" if rank else "mean")},

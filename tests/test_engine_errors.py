@@ -23,7 +23,7 @@ from small_problem import (
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_expm import ExpMAccountant, ExpMQuadEngine, GradSampling, Preconditioned, Sparse, Stiefel
+from opacus_expm import ExpMAccountant, ExpMQuadEngine, GradSampling, Sparse, Stiefel, Structured
 from opacus_expm.subspaces.sparse import SparseMap
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def _table():
         ["proj_dim", str(PARAMETERS + 1), f"at most the number of trainable parameters, {PARAMETERS}", "proj_dim=None"],
     )
     for argument, known in {
-        "projection": ("sparse", "stiefel", "preconditioned"),
+        "projection": ("sparse", "structured", "stiefel"),
         "grad_sample_mode": ("hooks", "functorch"),
     }.items():
         for value in ("unknown", 3, "Hooks", "public"):
@@ -231,11 +231,6 @@ def _table():
             {"criterion": nn.MSELoss(reduction="none")},
             ValueError,
             ["criterion has reduction='none'", "use 'mean' or 'sum'"],
-        ),
-        "preconditioned without public data": (
-            {"projection": "preconditioned"},
-            ValueError,
-            ["public_loader must be given with projection='preconditioned'", "projection='sparse'"],
         ),
         "iterable without nominal_size": (
             {"loader": DataLoader(Stream(), batch_size=16), "model": make_model(torch.float64)},
@@ -427,18 +422,16 @@ def test_hooks_that_cannot_serve_are_refused_if_asked_for():
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "x", True])
-@pytest.mark.parametrize("recipe", [Sparse, Stiefel, Preconditioned])
+@pytest.mark.parametrize("recipe", [Sparse, Structured, Stiefel])
 def test_a_seed_is_a_number(recipe, value):
     with pytest.raises((TypeError, ValueError), match=f"seed must be a non-negative integer or None, got {value!r}"):
         recipe(seed=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "x", True, 2.0])
-def test_numbers_of_probes_and_eigenpairs_are_positive(value):
+def test_numbers_of_probes_are_positive(value):
     with pytest.raises((TypeError, ValueError), match=f"probes must be a positive integer, got {value!r}"):
         GradSampling(probes=value)
-    with pytest.raises((TypeError, ValueError), match=f"rank must be a positive integer, got {value!r}"):
-        Preconditioned(rank=value)
 
 
 @pytest.mark.parametrize("value", ["unknown", 3, "Hooks"])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse, Stiefel
+from opacus_expm import ExpMQuadEngine, Sparse, Stiefel
 from opacus_expm.mechanism import secure
 
 FILE = Path(__file__).with_name("golden.json")
@@ -92,9 +92,6 @@ CASES = {
     "bought, with delta": lambda e: call(e, epsilon=3.0, delta=1e-5),
     "public bounds": lambda e: call(e, public_loader=problem(7)[1]),
     "three rounds, pure": lambda e: call(e, rounds=3, **GIVEN),
-    "two rounds, with delta, public curvature": lambda e: call(
-        e, delta=1e-5, rounds=2, proj_dim=None, projection=Preconditioned(rank=6, seed=3), public_loader=problem(7)[1]
-    ),
     "full space, gradients alone": lambda e: call(
         e, delta=1e-5, proj_dim=None, max_grad_norm=0.4, max_curvature=0.0, projection=Sparse(seed=3)
     ),

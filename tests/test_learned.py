@@ -199,7 +199,7 @@ def test_a_public_metric_depends_on_public_records_alone(monkeypatch):
 
     def spy(self, subspace):
         found = right(self, subspace)
-        maps.append(found.map.matrix)
+        maps.append(torch.cat([root.flatten() for roots in found.map.roots for root in roots]))
         return found
 
     monkeypatch.setattr(Workbench, "within", spy)
@@ -210,6 +210,29 @@ def test_a_public_metric_depends_on_public_records_alone(monkeypatch):
     assert not torch.allclose(maps[0], maps[2], atol=1e-3)
 
 
+def test_public_curvature_is_that_of_a_model_that_knows_nothing(monkeypatch):
+    """A model that is sure of the public records has the units of one that knows nothing: the same h₀, not a thousandth."""
+    dampings = []
+    right = LearnedRounds.begin
+
+    def spy(self, planned):
+        dampings.append(planned.geometry.damping)
+        return right(self, planned)
+
+    monkeypatch.setattr(LearnedRounds, "begin", spy)
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    public = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=25)
+    for size in (0.0, 100.0):
+        model = nn.Sequential(nn.Linear(3, 2)).double()
+        with torch.no_grad():
+            model[0].weight.fill_(size)
+            model[0].weight[0].neg_()
+        private = DataLoader(TensorDataset(x + 1.0, (x[:, 1] > 0).long()), batch_size=25)
+        _released(model, private, criterion=nn.CrossEntropyLoss(), public_loader=public)
+    assert dampings[0] > 0
+    assert dampings[1] == pytest.approx(dampings[0], rel=1e-9)
+
+
 def test_public_data_that_cannot_serve_are_refused_and_nothing_is_charged():
     engine, loader = ExpMQuadEngine(), _loader()
     with pytest.raises(ValueError, match="public_loader names records of loader"):
@@ -217,6 +240,8 @@ def test_public_data_that_cannot_serve_are_refused_and_nothing_is_charged():
     with pytest.raises(ValueError, match="public_loader has no meaning without radius="):
         _released(_line(), loader, engine, public_loader=_public(), delta=0.0)
     still = DataLoader(TensorDataset(torch.zeros(20, 3).double(), torch.zeros(20, 1).double()), batch_size=10)
+    with pytest.raises(ValueError, match="public_loader gives a metric by layers, and hooks serve no layer"):
+        _released(_deep(), loader, engine, public_loader=_public(), grad_sample_mode="functorch")
     constant = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
     with pytest.raises(ValueError, match="public_loader's records have no curvature: leave public_loader out"):
         _released(constant, loader, engine, public_loader=still)

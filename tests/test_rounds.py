@@ -18,7 +18,6 @@ from opacus_expm import (
     BudgetExceeded,
     ExpMAccountant,
     ExpMQuadEngine,
-    Preconditioned,
     Purchase,
     Release,
     Sparse,
@@ -571,11 +570,6 @@ def test_secure_plans_count_their_failures():
     plan, books = make_plan(), ExpMQuadEngine(secure_mode=True).books()
     for way in plan.charges(plan.prices(make_loader()), books):
         assert [event.failure_probability > 0 for event in way] == [False, False, True, True, True]
-
-
-def test_a_plan_that_cannot_be_carried_out_is_not_made():
-    with pytest.raises(ValueError, match="public_loader must be given with projection='preconditioned'"):
-        make_plan(bounds=Bounds(1.0, 0.0), measurement=Measurement(Preconditioned(), DIM))
 
 
 def test_a_given_up_plan_reserves_nothing():

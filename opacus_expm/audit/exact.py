@@ -180,5 +180,4 @@ def settled_arguments(loader: DataLoader[Any], neighbour: DataLoader[Any], argum
 
 def bounds_of(arguments: Arguments) -> Bounds:
     """The clipping bounds as the engine reads them; None for one that has to be measured or bought."""
-    recipe = subspaces.named(arguments.get("projection", "sparse"))
-    return Bounds.of(arguments.get("max_grad_norm"), arguments.get("max_curvature"), recipe)
+    return Bounds(arguments.get("max_grad_norm"), arguments.get("max_curvature"))

@@ -47,6 +47,11 @@ class FactorSums(PrivateValues):
     traces: Tensor
 
     @property
+    def factors(self) -> list[Tensor]:
+        """Both sums of one block after the other."""
+        return [t for pair in zip(self.inputs, self.outputs, strict=True) for t in pair]
+
+    @property
     def shares(self) -> Tensor:
         """Σ_i h_i/|h_i|₁, by blocks: a record's part in it has a norm of at most 1, and of 0 where it has no curvature."""
         scaled = self.traces / self.traces.amax(1, keepdim=True)  # so that no sum overflows

@@ -1,6 +1,7 @@
-"""What a private loader shows of a workbench's model beside its gradients: curvature, norms, losses and errors.
+"""What a loader shows of a workbench's model beside its gradients: curvature, norms, losses and errors.
 
-**Privacy:** everything here is private, one number or a few for every record; see who calls it for what is released.
+**Privacy:** everything here is private where the loader is, one number or a few for every record; see who calls it for what
+is released.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from opacus_expm.gathering.clipping import at_outputs, padded, values_at_outputs
+from opacus_expm.gathering.criteria import undecided
 from opacus_expm.gathering.factors import FactorSums, factor_sums, random_cotangent
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
 from opacus_expm.gathering.passes import Workbench
@@ -23,9 +25,9 @@ from opacus_expm.subspaces.metric import Block
 Few = Iterator[tuple[Any, Tensor, int | None]]
 
 
-def _few(bench: Workbench, loader: DataLoader[Any]) -> Few:
+def _few(bench: Workbench, loader: DataLoader[Any], name: str = "loader") -> Few:
     """All records, a few at a time, and to how many these are filled up."""
-    return bench.few(bench.begin(loader, "loader"), bench.pieces.padded(loader))
+    return bench.few(bench.begin(loader, name), bench.pieces.padded(loader))
 
 
 def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor, Tensor], Tensor] | None = None) -> int:
@@ -55,16 +57,23 @@ def blocks(bench: Workbench) -> tuple[Block, ...]:
     return tuple(bench.blocks().values()) if hooked else ()
 
 
-def factors(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> FactorSums:
-    """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each."""
+def factors(
+    bench: Workbench, loader: DataLoader[Any], random: np.random.Generator, *, public: bool = False
+) -> FactorSums:
+    """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each.
+
+    A model is too sure of public records that it was trained on: a loss of classes hardly curves there, and steps on other
+    records would be too long. So the curvature of ``public`` records is that of a model that knows nothing.
+    """
+    name = "public_loader" if public else "loader"
 
     def once() -> FactorSums:
-        stream = _few(bench, loader)
+        stream = _few(bench, loader, name)
         source, loss = bench.prepared
         assert isinstance(source, ProjectedGradSampleModule)
-        return factor_sums(source, bench.blocks(), loss, stream, random)
+        return factor_sums(source, bench.blocks(), undecided(loss) if public else loss, stream, random)
 
-    return bench.in_memory(once, loader, "loader")
+    return bench.in_memory(once, loader, name)
 
 
 def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> Array:

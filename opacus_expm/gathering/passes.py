@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from opacus_expm.gathering.clipping import (
     record_gradients,
     record_quadratics,
 )
-from opacus_expm.gathering.criteria import Criterion, description, make_criterion, undecided
+from opacus_expm.gathering.criteria import Criterion, description, make_criterion
 from opacus_expm.gathering.factors import blocks_of, head_alone
 from opacus_expm.gathering.files import PassFile
 from opacus_expm.gathering.gradients import RecordGradients
@@ -78,7 +78,7 @@ class Workbench:
 
     Args:
         model: pretrained module; a working copy is made, the original is kept as a copy too.
-        measurement: what is computed; its subspace has a seed, and has learned what it needs.
+        measurement: what is computed; its subspace has a seed.
         pieces: records at a time; halved, with a warning, when a pass runs out of memory.
     """
 
@@ -290,14 +290,10 @@ class Workbench:
             return stream
         return itertools.starmap(functools.partial(with_own_views, views, self._generators), stream)
 
-    def quadratics(
-        self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None, naive: bool = False
-    ) -> RecordQuadratics:
+    def quadratics(self, inputs: Any, targets: Tensor, *, curvature: bool, pad_to: int | None) -> RecordQuadratics:
         """The quadratics of the records in a piece of a batch."""
-        source, loss = self.prepared
         return record_quadratics(
-            source,
-            undecided(loss) if naive else loss,
+            *self.prepared,
             inputs,
             targets,
             curvature=curvature,
@@ -324,12 +320,10 @@ class Workbench:
         assert self._ready is not None
         return self._ready
 
-    def _records(
-        self, loader: DataLoader[Any], name: str, curvature: bool, naive: bool = False
-    ) -> Iterator[RecordQuadratics]:
+    def _records(self, loader: DataLoader[Any], name: str, curvature: bool) -> Iterator[RecordQuadratics]:
         """The quadratics of all records, batch after batch."""
         for inputs, targets, size in self.few(self.begin(loader, name), self.pieces.padded(loader)):
-            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=size, naive=naive)
+            yield self.quadratics(inputs, targets, curvature=curvature, pad_to=size)
 
     def statistics(self, sums: ClippedSums, bounds: ClippingBounds, nominal_size: int, shard: str) -> Statistics:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
@@ -447,29 +441,6 @@ class Pass(PrivateValues):
                 raise ValueError("loader did not give every record to exactly one rank; nothing was released")
             sums = sums.with_packed(numbers[:-1])
         return self._bench.statistics(sums, self._bounds, self._nominal_size, ranks.random_name())
-
-
-@dataclass(frozen=True, eq=False)
-class PublicRecords:
-    """Rows of public records over all parameters, for a subspace that learns from them."""
-
-    bench: Workbench
-    public_loader: DataLoader[Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, model: nn.Module, measurement: Measurement, public_loader: DataLoader[Any]) -> PublicRecords:
-        """Records for a model. A few are processed at a time, because their rows are long; views play no part."""
-        return cls(full_space(model, measurement), public_loader)
-
-    def curvature_rows(self) -> Iterator[tuple[Tensor, int]]:
-        """Rows of the Gauss-Newton factors, as if the model knew nothing, for a few records at a time."""
-        for records in self.bench._records(self.public_loader, "public_loader", True, naive=True):
-            assert records.factors is not None
-            yield records.factors.flatten(0, 1).to(self.bench.dtype), len(records.gradients)
-
-    def teach(self, subspace: Subspace) -> Subspace:
-        """The subspace with what it learns. Where memory runs out, it starts again with fewer records at a time."""
-        return self.bench.in_memory(lambda: subspace.learned(self), self.public_loader, "public_loader")
 
 
 def full_space(model: nn.Module, measurement: Measurement) -> Workbench:

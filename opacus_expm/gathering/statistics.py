@@ -131,8 +131,8 @@ class Statistics(PrivateValues):
     def save_private(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics, which are private data, to a new file, to be merged or used elsewhere.
 
-        The file holds the sums without any noise, the configuration, the projection's seed (with ``"preconditioned"`` its
-        public eigenvectors) and the pass's random name; no weights. Only its owner may read it.
+        The file holds the sums without any noise, the configuration, the projection's seed and the pass's random name; no
+        weights. Only its owner may read it.
 
         Raises:
             FileExistsError: the file exists.

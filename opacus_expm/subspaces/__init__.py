@@ -7,13 +7,11 @@ from typing import Any, Literal
 
 from opacus_expm import _check
 from opacus_expm.subspaces.base import Projection, Subspace
-from opacus_expm.subspaces.preconditioned import Preconditioned
 from opacus_expm.subspaces.sparse import Sparse
 from opacus_expm.subspaces.stiefel import Stiefel
 from opacus_expm.subspaces.structured import Structured
 
 __all__ = [
-    "Preconditioned",
     "Projection",
     "Sparse",
     "Stiefel",
@@ -24,12 +22,11 @@ __all__ = [
     "read",
 ]
 
-SubspaceName = Literal["sparse", "structured", "stiefel", "preconditioned"]
-_RECIPES: dict[str, type[Sparse | Structured | Stiefel | Preconditioned]] = {
+SubspaceName = Literal["sparse", "structured", "stiefel"]
+_RECIPES: dict[str, type[Sparse | Structured | Stiefel]] = {
     "sparse": Sparse,
     "structured": Structured,
     "stiefel": Stiefel,
-    "preconditioned": Preconditioned,
 }
 
 
@@ -57,8 +54,6 @@ def read(content: Any) -> Subspace:
     try:
         if not isinstance(content, Mapping):
             raise TypeError(f"a mapping is needed, got {type(content).__name__}")
-        if content["kind"] == "preconditioned":
-            return Preconditioned.from_dict(content)
         return _RECIPES[content["kind"]](**{name: value for name, value in content.items() if name != "kind"})
     except (KeyError, TypeError) as error:
         raise ValueError("this is no projection") from error

@@ -14,7 +14,7 @@ process and on every device (up to rounding for ``Stiefel``, whose columns come 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,13 +98,6 @@ class Projection(Protocol):
         """Aξ ∈ R^p for coordinates ξ ∈ R^k."""
 
 
-class PublicRows(Protocol):
-    """Rows of the Gauss-Newton factors of public records, over all parameters."""
-
-    def curvature_rows(self) -> Iterator[tuple[Tensor, int]]:
-        """Rows (N, p) and the number of their records, for a few records at a time, as if the model knew nothing."""
-
-
 class Subspace(Protocol):
     """A recipe for a map: what a user passes as ``projection=``; frozen and public."""
 
@@ -116,17 +109,6 @@ class Subspace(Protocol):
     def seed(self) -> int | None:
         """Public seed of the first round (round t adds t), or None to draw one afresh."""
 
-    @property
-    def needs_public_data(self) -> bool:
-        """Whether ``learned`` has to be called with public records before ``build``."""
-
-    @property
-    def private_curvature(self) -> bool:
-        """Whether private curvature is gathered unless ``max_curvature=0`` asks for none."""
-
-    def learned(self, public: PublicRows) -> Subspace:
-        """The recipe with what it takes from public records."""
-
     def seeded(self, seed: int) -> Subspace:
         """The recipe with this seed."""
 
@@ -136,7 +118,7 @@ class Subspace(Protocol):
         """The map for parameters of these shapes, in their order, and k = ``dim``; None is the full space. Needs a seed.
 
         Raises:
-            ValueError: k > p, or something that was not learned.
+            ValueError: k > p.
         """
 
     def to_dict(self) -> dict[str, Any]:

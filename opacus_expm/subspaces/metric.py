@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, table
+from opacus_expm.subspaces.base import Inputs, Projection, table
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,20 @@ class Spectrum:
         return found
 
 
+def shrunk(matrix: Tensor, records: int) -> Tensor:
+    """A mean of few records' second moments, drawn towards equal eigenvalues.
+
+    Directions that none of so few records shows would seem to have no curvature. How far it is drawn is the oracle
+    approximating shrinkage of Chen, Wiesel, Eldar and Hero (2010, https://arxiv.org/abs/0907.4698), a function of the matrix
+    and of the number of records alone.
+    """
+    dim, trace, square = len(matrix), float(matrix.trace()), float(matrix.square().sum())
+    spread = (records + 1 - 2 / dim) * (square - trace**2 / dim)
+    excess = (1 - 2 / dim) * square + trace**2
+    share = excess / spread if spread > excess else 1.0
+    return (1 - share) * matrix + share * trace / dim * torch.eye(dim, dtype=matrix.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Metric:
     """A recipe for a metric of known factors, over the full space.
@@ -115,8 +129,6 @@ class Metric:
     roots: tuple[tuple[Tensor, Tensor], ...] = field(repr=False)
     seed: int | None = None
     kind: str = field(default="metric", init=False, repr=False)
-    needs_public_data: bool = field(default=False, init=False, repr=False)
-    private_curvature: bool = field(default=False, init=False, repr=False)
 
     @classmethod
     def damped(
@@ -138,10 +150,6 @@ class Metric:
             balance = math.sqrt(float(a.values.max() / b.values.max()))
             roots.append((a.root(share * balance), b.root(share / balance)))
         return cls(blocks, tuple(roots))
-
-    def learned(self, public: PublicRows) -> Metric:
-        """Nothing is to be learned."""
-        return self
 
     def seeded(self, seed: int) -> Metric:
         """Nothing is random."""

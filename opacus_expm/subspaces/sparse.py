@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Inputs, Projection, PublicRows, check_dim, check_seed
+from opacus_expm.subspaces.base import Inputs, Projection, check_dim, check_seed
 from opacus_expm.subspaces.full import FullSpace
 
 _AT_A_TIME = (
@@ -28,15 +28,9 @@ class Sparse:
 
     seed: int | None = None
     kind: str = field(default="sparse", init=False, repr=False)
-    needs_public_data: bool = field(default=False, init=False, repr=False)
-    private_curvature: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-
-    def learned(self, public: PublicRows) -> Sparse:
-        """Nothing is to be learned."""
-        return self
 
     def seeded(self, seed: int) -> Sparse:
         """The recipe with this seed."""

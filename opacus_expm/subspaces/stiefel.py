@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Inputs, LinearRows, Projection, PublicRows, check_dim, check_seed, table
+from opacus_expm.subspaces.base import Inputs, LinearRows, Projection, check_dim, check_seed, table
 from opacus_expm.subspaces.full import FullSpace
 
 _DENSE_RECORDS = 32  # the least number of records in a product with a dense map, which is read once for each piece
@@ -29,15 +29,9 @@ class Stiefel:
 
     seed: int | None = None
     kind: str = field(default="stiefel", init=False, repr=False)
-    needs_public_data: bool = field(default=False, init=False, repr=False)
-    private_curvature: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-
-    def learned(self, public: PublicRows) -> Stiefel:
-        """Nothing is to be learned."""
-        return self
 
     def seeded(self, seed: int) -> Stiefel:
         """The recipe with this seed."""

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opacus_expm.subspaces.base import Inputs, LinearRows, Projection, PublicRows, check_dim, check_seed, table
+from opacus_expm.subspaces.base import Inputs, LinearRows, Projection, check_dim, check_seed, table
 from opacus_expm.subspaces.full import FullSpace
 from opacus_expm.subspaces.sparse import SparseMap
 from opacus_expm.subspaces.stiefel import orthonormal
@@ -45,15 +45,9 @@ class Structured:
 
     seed: int | None = None
     kind: str = field(default="structured", init=False, repr=False)
-    needs_public_data: bool = field(default=False, init=False, repr=False)
-    private_curvature: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-
-    def learned(self, public: PublicRows) -> Structured:
-        """Nothing is to be learned."""
-        return self
 
     def seeded(self, seed: int) -> Structured:
         """The recipe with this seed."""

@@ -13,13 +13,11 @@ import torch
 from reference import (
     CASE,
     CASES,
-    CPU,
     LOSSES,
     Case,
     Quadratic,
     dense,
     error,
-    orthonormal,
     random_map,
     sums_of,
     targets_for,
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from opacus_expm import ExpMQuadEngine, Preconditioned, Statistics, Stiefel
+from opacus_expm import ExpMQuadEngine, Statistics, Stiefel
 from opacus_expm.gathering import functional
 from opacus_expm.gathering.clipping import RowSource, record_quadratics
 from opacus_expm.gathering.criteria import make_criterion
@@ -37,11 +35,9 @@ from opacus_expm.gathering.hooks import HooksCannotServe, hooks_for
 from opacus_expm.gathering.model import working_copy
 from opacus_expm.subspaces import Projection
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.preconditioned import PreconditionedMap, PublicCurvature
 
 COUNT = 5
 KINDS = ("stiefel", "sparse", "structured", "full")
-PUBLIC_KINDS = ("preconditioned-leading", "preconditioned", "preconditioned-full")
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 SLOW_RULES = ("ignore:There is a performance drop", "ignore:An output with one or more elements was resized")
 
@@ -72,11 +68,6 @@ def some(inputs: Any, piece: slice) -> Any:
 
 def project(module: nn.Module, kind: str, dtype: torch.dtype = torch.float64) -> Projection:
     shapes, size = Layout.of(module).shapes, Layout.of(module).size
-    if kind in PUBLIC_KINDS:
-        # Of a public curvature of rank 4, the eigenvectors alone, 9 dimensions, or all are used.
-        dims = {"preconditioned-leading": 4, "preconditioned": min(9, size), "preconditioned-full": None}
-        curvature = PublicCurvature(torch.tensor([9.0, 3.0, 1.0, 0.1]).double(), orthonormal(size, 4, seed=2))
-        return Preconditioned(seed=1, curvature=curvature).build(shapes, dims[kind], CPU, dtype)
     return random_map(kind, shapes, min(13 if kind == "structured" else 7, size), 1, dtype)
 
 
@@ -198,51 +189,6 @@ def test_gatherer_agrees_with_the_twin(case: Case, gatherer: str, dtype: torch.d
             assert sums.curvature is not None
             assert error(sums.gradient, g) < tolerance, label
             assert error(sums.curvature, s) < tolerance, label
-
-
-@pytest.mark.parametrize(("case", "gatherer"), served())
-def test_gatherer_agrees_with_the_twin_through_public_curvature(case: Case, gatherer: str) -> None:
-    module, inputs, loss = case.model(), case.batch(COUNT), case.losses[-1]
-    targets = targets_for(loss, COUNT, case.outputs)
-    criterion = make_criterion(LOSSES[loss], targets)
-    for kind in PUBLIC_KINDS:
-        source = row_source(gatherer, module, projection_of(case.name, torch.float64, kind)[0], inputs)
-        expected, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, kind)
-        found = record_quadratics(source, criterion, inputs, targets, curvature=True)
-        assert found.factors is not None
-        h = found.factors.transpose(1, 2) @ found.factors
-        assert error(found.gradients, torch.stack([r.g for r in expected])) < 1e-8, kind
-        assert error(h, torch.stack([r.h for r in expected])) < 1e-8, kind
-        g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
-        batches = in_two_batches(inputs, targets)
-        sums = sums_of(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=max_curvature)
-        assert sums.curvature is not None
-        assert error(sums.gradient, g) < 1e-8, kind
-        assert error(sums.curvature, s) < 1e-8, kind
-        short = sums_of(source, criterion, batches, max_grad_norm=max_grad_norm, max_curvature=0.0)
-        assert error(short.gradient, g) < 1e-8, kind
-
-
-@pytest.mark.parametrize("gatherer", ["hooks", "functorch"])
-def test_a_map_that_is_not_finished_is_noticed(gatherer: str) -> None:
-    # Without its last step a preconditioned map is the subspace alone.
-    case, loss, kind = CASE["mlp"], "ce", "preconditioned"
-    module, inputs, targets = case.model(), case.batch(COUNT), targets_for(loss, COUNT, case.outputs)
-    projection = projection_of(case.name, torch.float64, kind)[0]
-    assert isinstance(projection, PreconditionedMap)
-    source = row_source(gatherer, module, projection.base, inputs)
-    expected, max_grad_norm, max_curvature = twin(case.name, torch.float64, loss, kind)
-    sums = sums_of(
-        source,
-        make_criterion(LOSSES[loss], targets),
-        [(inputs, targets)],
-        max_grad_norm=max_grad_norm,
-        max_curvature=max_curvature,
-    )
-    assert sums.curvature is not None
-    g, s = reference.add_clipped(expected, max_grad_norm, max_curvature)
-    assert error(sums.gradient, g) > TOLERANCE[torch.float32]
-    assert error(sums.curvature, s) > TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("case", "gatherer"), served())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, GradSampling, Preconditioned, Sparse, Statistics, Stiefel, paper
+from opacus_expm import ExpMQuadEngine, GradSampling, Sparse, Statistics, Stiefel, paper
 from opacus_expm.gathering import files
 from opacus_expm.gathering.criteria import CrossEntropy, description, make_criterion
 from opacus_expm.gathering.files import MARK, PassFile, read_private, write_private
@@ -138,9 +138,6 @@ def test_where_bounds_came_from_is_kept():
         ({"max_curvature": 0.0}, DIM),
         ({"projection": Stiefel(), "max_curvature": 0.0}, DIM),
         ({"max_curvature": 0.0}, None),
-        ({"projection": Preconditioned(rank=5), "public_loader": loader()}, None),
-        ({"projection": "preconditioned", "public_loader": loader()}, DIM),
-        ({"projection": Preconditioned(rank=3, seed=7), "public_loader": loader()}, 9),
     ],
 )
 def test_a_file_gives_back_what_was_saved(tmp_path, options, proj_dim):
@@ -364,22 +361,6 @@ def test_the_state_of_another_pass_is_refused_and_kept(tmp_path, name, changes):
         begun(shorter, path)
     assert path.read_bytes() == before
     assert close(begun(Interrupted(), path).sums, gather().sums)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_pass_does_not_go_on_in_a_metric_that_was_learned_elsewhere(tmp_path):
-    """Its sums would be those of two maps."""
-    recipes = [
-        gather(projection=Preconditioned(rank=5, seed=0), public_loader=loader(records)).subspace
-        for records in (range(10), range(10, RECORDS))
-    ]
-    path = tmp_path / "file"
-    with pytest.raises(KeyboardInterrupt):
-        begun(Interrupted(at=9), path, projection=recipes[0])
-    with pytest.raises(ValueError, match=r"belongs to another pass: .*projection.* differs"):
-        begun(Interrupted(), path, projection=recipes[1])
-    found = begun(Interrupted(), path, projection=recipes[0])
-    assert close(found.sums, gather(projection=recipes[0]).sums)
 
 
 @pytest.mark.parametrize(

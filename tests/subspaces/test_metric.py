@@ -7,7 +7,7 @@ from torch import nn
 
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.metric import Block, Metric
+from opacus_expm.subspaces.metric import Block, Metric, shrunk
 
 
 def _model():
@@ -99,3 +99,38 @@ def test_a_dimension_has_no_meaning():
 def test_the_factors_are_not_shown():
     _, blocks, roots, built = _built(_model())
     assert "tensor" not in repr(Metric(blocks, roots)) + repr(built)
+
+
+# --- means of few records ----------------------------------------------------------------------------------------------
+
+
+def test_a_mean_of_few_records_is_drawn_towards_equal_eigenvalues_by_the_published_share():
+    """In two dimensions with ten records the share is 1/(10·(5/8 − 1/2)) = 0.8, by hand."""
+    found = shrunk(torch.diag(torch.tensor([0.75, 0.25], dtype=torch.float64)), 10)
+    torch.testing.assert_close(found, torch.diag(torch.tensor([0.55, 0.45], dtype=torch.float64)))
+
+
+def test_shrinking_keeps_the_trace_and_a_single_dimension_and_leaves_many_records_alone():
+    matrix = torch.diag(torch.tensor([0.6, 0.3, 0.1, 0.0], dtype=torch.float64))
+    for records in (2, 30, 1000):
+        found = shrunk(matrix, records)
+        assert float(found.trace()) == pytest.approx(1.0)
+        assert float(torch.linalg.eigvalsh(found).min()) > 0
+    torch.testing.assert_close(shrunk(matrix, 10**9), matrix, rtol=0, atol=1e-8)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    torch.testing.assert_close(shrunk(one, 5), one)
+    torch.testing.assert_close(shrunk(torch.eye(3).double() / 3, 5), torch.eye(3).double() / 3)
+
+
+def test_shrinking_is_nearer_to_the_truth_than_the_mean_of_few_records_and_than_no_metric():
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(0, -2, 60, dtype=torch.float64)
+    truth = torch.diag(scales / scales.sum())
+    far = {"shrunk": 0.0, "mean": 0.0, "equal": 0.0}
+    for _ in range(20):
+        rows = torch.randn(20, 60, generator=generator, dtype=torch.float64) * truth.diagonal().sqrt()
+        mean = rows.T @ rows / 20
+        far["shrunk"] += float((shrunk(mean, 20) - truth).square().sum())
+        far["mean"] += float((mean - truth).square().sum())
+        far["equal"] += float((torch.eye(60) / 60 - truth).square().sum())
+    assert far["shrunk"] < 0.9 * min(far["mean"], far["equal"])

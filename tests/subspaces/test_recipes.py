@@ -2,36 +2,31 @@
 
 import pytest
 import torch
-from reference import CPU, dense, orthonormal
+from reference import CPU, dense
 
-from opacus_expm.subspaces import Preconditioned, Sparse, Stiefel, Structured, named, read
-from opacus_expm.subspaces.preconditioned import PublicCurvature
+from opacus_expm.subspaces import Sparse, Stiefel, Structured, named, read
 
-CURVATURE = PublicCurvature(torch.tensor([2.0, 1.0]).double(), orthonormal(20, 2))
 RECIPES = {
     "sparse": Sparse(4),
     "structured": Structured(4),
     "stiefel": Stiefel(4),
-    "preconditioned": Preconditioned(7, 4, CURVATURE),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("sparse", Sparse), ("structured", Structured), ("stiefel", Stiefel), ("preconditioned", Preconditioned)],
+    [("sparse", Sparse), ("structured", Structured), ("stiefel", Stiefel)],
 )
 def test_a_name_is_a_recipe_with_its_default_settings(name, kind):
     found = named(name)
     assert type(found) is kind
     assert (found.kind, found.seed) == (name, None)
-    assert found.needs_public_data is (name == "preconditioned")
-    assert found.private_curvature is (name != "preconditioned")
     assert named(found) is found
 
 
-@pytest.mark.parametrize("kind", ["dense", "Stiefel", "public", ""])
+@pytest.mark.parametrize("kind", ["dense", "Stiefel", "preconditioned", ""])
 def test_unknown_names_are_refused(kind):
-    known = "'sparse', 'structured', 'stiefel', 'preconditioned'"
+    known = "'sparse', 'structured', 'stiefel'"
     with pytest.raises(ValueError, match=f"projection must be one of {known}, got"):
         named(kind)
 
@@ -60,7 +55,7 @@ def test_another_seed_is_all_that_changes(name):
     recipe = RECIPES[name]
     other = recipe.seeded(9)
     assert (recipe.seed, other.seed) == (4, 9)
-    assert other.to_dict() | {"seed": 4, "curvature": 0} == recipe.to_dict() | {"curvature": 0}
+    assert other.to_dict() | {"seed": 4} == recipe.to_dict()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -71,7 +66,7 @@ def test_what_is_written_gives_the_same_map(name):
     for dim in (2, 9, None):
         maps = [dense(r.build([torch.Size([4, 3]), torch.Size([8])], dim, CPU, torch.float64)) for r in (recipe, again)]
         assert torch.equal(*maps)
-    assert again.to_dict() | {"curvature": 0} == recipe.to_dict() | {"curvature": 0}
+    assert again.to_dict() == recipe.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +77,6 @@ def test_what_is_written_gives_the_same_map(name):
         {},
         {"kind": "dense"},
         {"kind": "sparse", "colour": 1},
-        {"kind": "preconditioned"},
         {"kind": ["sparse"]},
     ],
 )

@@ -13,7 +13,7 @@ from loops import BATCH, flat, make_loader, make_loop, make_model, make_tensors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, Preconditioned, Sparse
+from opacus_expm import ExpMQuadEngine, Sparse
 
 
 class SampleConvNet(nn.Module):
@@ -133,12 +133,6 @@ AGREEMENTS = {
     "functorch": {"grad_sample_mode": "functorch"},
     "replace-one": {"regularization": 1.0},
     "public bounds": {"max_grad_norm": None, "max_curvature": None, "public_loader": True},
-    "preconditioned": {
-        "epochs": 2,
-        "proj_dim": None,
-        "projection": Preconditioned(rank=5, seed=5),
-        "public_loader": True,
-    },
 }
 
 
