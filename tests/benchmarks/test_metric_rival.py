@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from opacus_expm import ExpMQuadEngine, tasks
 from opacus_expm.experiments.journal import Journal, read_result, write_result
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.learned import LearnedRounds
+from opacus_expm.rule import Rule
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import MetricMap
 
@@ -290,3 +292,32 @@ def test_a_task_without_the_metric_is_not_in_that_table(tmp_path):
     write_result(tmp_path / "sms_head.json", full)
     report.write(tmp_path)
     assert (tmp_path / "geometry.md").read_text(encoding="utf-8") == report.geometry([full]) + "\n"
+
+
+# --- what is stored --------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "benchmarks" / "suite"
+RESULTS = [found for found in report.read(STORED) if any(row["method"] == "metric" for row in found["rows"])]
+
+
+def test_the_stored_table_is_that_of_the_stored_results_and_of_the_docs():
+    text = (STORED / "geometry.md").read_text(encoding="utf-8").strip()
+    assert text == report.geometry(report.read(STORED))
+    assert len(text.splitlines()) > 10
+    assert text in (ROOT / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("found", RESULTS, ids=[found["task"] for found in RESULTS])
+def test_every_stored_run_costs_its_budget(found):
+    """All seeds of a row have the same plan, because it is fixed by public numbers; another accountant agrees with it."""
+    public = next(row["runs"][0]["public"] for row in found["rows"] if row["method"] == "ours")
+    for row in [row for row in found["rows"] if row["method"] == "metric"]:
+        epsilon, runs = row["epsilon"], row["runs"]
+        assert all(run["plan"] == runs[0]["plan"] for run in runs)
+        assert all(0.97 * epsilon < run["charged"] <= epsilon for run in runs)
+        check_cost(epsilon, found["delta"], runs[0])
+        rule = Rule(epsilon, found["delta"], **public)
+        plan = runs[0]["plan"]
+        assert plan["shares"]["metric"]["mu"] == pytest.approx(rule.metric_mu, rel=1e-9)
+        assert plan["noise_multiplier"] == pytest.approx(metric.noise_of(rule, 20, 10), rel=1e-9)
