@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
@@ -73,13 +75,50 @@ def dp_sgd(
 
     **Privacy:** (ε, δ)-DP under adding or removing one record, as Opacus accounts for it (without its secure mode).
     """
+    _check.positive_int("batch_size", batch_size)
+    _check.positive_int("epochs", epochs)
+    x, y = tensors("dataset", dataset)
+    return noisy_sgd(
+        model,
+        TensorDataset(x, y),
+        criterion,
+        noise_multiplier=calibrated_noise(epsilon, delta, math.ceil(len(x) / batch_size), epochs),
+        learning_rate=learning_rate,
+        max_grad_norm=max_grad_norm,
+        batch_size=batch_size,
+        epochs=epochs,
+        momentum=momentum,
+        max_physical_batch_size=max_physical_batch_size,
+        seed=seed,
+    )
+
+
+def noisy_sgd(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    criterion: nn.Module,
+    *,
+    noise_multiplier: float,
+    learning_rate: float,
+    max_grad_norm: float,
+    batch_size: int,
+    epochs: int,
+    momentum: float = 0.9,
+    max_physical_batch_size: int = 1024,
+    seed: int | None = None,
+    changed: Callable[[GradSampleModule, DPOptimizer], DPOptimizer] | None = None,
+) -> nn.Module:
+    """The steps of ``dp_sgd``, with noise that is given: its deviation in units of the clipping norm.
+
+    ``changed`` makes the optimizer that takes the steps from Opacus's module and optimizer; None takes Opacus's own. Other
+    arguments as in ``dp_sgd``.
+
+    **Privacy:** that of DP-SGD with this noise, if what is changed clips and adds noise as Opacus's optimizer does.
+    """
     x, y, threads = _checked(model, dataset, criterion, learning_rate, batch_size, epochs)
     _check.positive("max_grad_norm", max_grad_norm)
     _check.fraction("momentum", momentum)
     _check.positive_int("max_physical_batch_size", max_physical_batch_size)
-    loader = rows_loader(x, y, batch_size)
-    steps_per_epoch = len(loader)
-    noise_multiplier = calibrated_noise(epsilon, delta, steps_per_epoch, epochs)
     trained = copy.deepcopy(model).train()
     with _own_generators(seed), _quiet_opacus(), threads.shared(min(batch_size, max_physical_batch_size)):
         module, optimizer, sampled = PrivacyEngine(accountant="prv").make_private(
@@ -87,10 +126,11 @@ def dp_sgd(
             optimizer=torch.optim.SGD(
                 [p for p in trained.parameters() if p.requires_grad], lr=learning_rate, momentum=momentum
             ),
-            data_loader=loader,
+            data_loader=rows_loader(x, y, batch_size),
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
         )
+        optimizer = optimizer if changed is None else changed(module, optimizer)
         device = next(trained.parameters()).device
         for _ in range(epochs):
             for x, y in sampled:

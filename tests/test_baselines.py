@@ -8,7 +8,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from opacus_expm.baselines import dp_sgd, non_private
+from opacus_expm.baselines import calibrated_noise, dp_sgd, noisy_sgd, non_private
 from opacus_expm.mechanism import curves
 
 DELTA = 1e-5
@@ -126,6 +126,33 @@ def test_dp_sgd_in_pieces_is_dp_sgd_on_whole_batches():
         for size in (100, 7)
     )
     assert torch.allclose(whole, pieces, atol=1e-6)
+
+
+def test_dp_sgd_is_noisy_sgd_with_its_own_noise():
+    options = {name: value for name, value in SETTINGS.items() if name not in ("epsilon", "delta")}
+    noise = calibrated_noise(SETTINGS["epsilon"], DELTA, 1, SETTINGS["epochs"])
+    whole = weights(dp_sgd(linear(), regression(1.6), nn.MSELoss(), **SETTINGS, seed=0))
+    given = {
+        scale: weights(noisy_sgd(linear(), regression(1.6), nn.MSELoss(), **options, noise_multiplier=n, seed=0))
+        for scale, n in (("own", noise), ("twice", 2 * noise))
+    }
+    assert torch.equal(given["own"], whole)
+    assert not torch.allclose(given["twice"], whole, rtol=0.01)
+
+
+def test_the_optimizer_of_noisy_sgd_can_be_changed():
+    """One that takes no step leaves the model as it was; it was given Opacus's own two."""
+    seen = []
+
+    def still(module, optimizer):
+        seen.append((type(module).__name__, type(optimizer).__name__))
+        optimizer.original_optimizer.param_groups[0]["lr"] = 0.0
+        return optimizer
+
+    options = {name: value for name, value in SETTINGS.items() if name not in ("epsilon", "delta")}
+    found = noisy_sgd(linear(), regression(1.6), nn.MSELoss(), **options, noise_multiplier=1.0, seed=0, changed=still)
+    assert torch.equal(weights(found), weights(linear()))
+    assert seen == [("GradSampleModule", "DPOptimizer")]
 
 
 def test_dp_sgd_learns_and_clips():

@@ -11,6 +11,7 @@
 * ``free``, ``charged``, ``untuned``: DP-SGD tuned for free, with its tuning charged, and as in Opacus's example; see
   ``benchmarks.suite.rivals``.
 * ``cited``, only where it is asked for: DP-SGD as ``benchmarks.accuracy`` has it, where ``free`` would take hours.
+* ``metric``, only where it is asked for: DP-SGD tuned for free in this engine's metric; see ``benchmarks.suite.metric``.
 
 Every finished run is a line of ``log.jsonl`` in the directory, and is not made again. What was asked for goes to
 ``TASK.json`` there, and from these files ``--report`` makes ``table.md`` and ``suite.png``; a run makes them at its end.

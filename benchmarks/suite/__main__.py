@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 import benchmarks.suite
-from benchmarks.suite import ours, report, rivals
+from benchmarks.suite import metric, ours, report, rivals
 from opacus_expm.experiments.journal import Facts, Journal, read_result, write_result
 
 METHODS = ("zero-shot", "non-private", "ours", "pure", "free", "charged", "untuned")
 WITHOUT_BUDGET = METHODS[:2]
+ASKED_FOR = ("cited", "metric")  # no part of a run unless they are named
+SEARCHED = ("free", "metric")
 HERE = Path(__file__).parent
 
 
@@ -25,8 +27,8 @@ def one(name: str, method: str, epsilon: float | None, seed: int, log: Journal, 
 
     DP-SGD's own runs are in the log one by one; which of them is the tuned one is found again each time.
     """
-    if epsilon is not None and method == "free":
-        return rivals.free(name, epsilon, seed, log, searched=range(searched))
+    if epsilon is not None and method in SEARCHED:
+        return (rivals.free if method == "free" else metric.tuned)(name, epsilon, seed, log, searched=range(searched))
     if epsilon is not None and method in ("charged", "untuned"):
         return (rivals.charged if method == "charged" else rivals.untuned)(name, epsilon, seed, log)
     if epsilon is not None and method == "cited":
@@ -56,11 +58,11 @@ def run(
 
     Args:
         names: of tasks.
-        methods: those of ``METHODS``, or ``"cited"``.
+        methods: those of ``METHODS`` or of ``ASKED_FOR``.
         epsilons: budgets.
         seeds: how many; they are 0, 1, ...
         out: directory of the log and the results.
-        searched: seeds whose test scores choose the settings of ``free``; all of them by default.
+        searched: seeds whose test scores choose the settings of ``SEARCHED``; all of them by default.
     """
     log = Journal(out / "log.jsonl", "suite")
     searched = seeds if searched is None else searched
@@ -69,7 +71,7 @@ def run(
             for epsilon in (None,) if method in WITHOUT_BUDGET else epsilons:
                 runs = [{"seed": seed, **one(name, method, epsilon, seed, log, searched)} for seed in range(seeds)]
                 row: Facts = {"method": method, "epsilon": epsilon, "runs": runs}
-                keep(out / f"{name}.json", name, row | ({"searched": searched} if method == "free" else {}))
+                keep(out / f"{name}.json", name, row | ({"searched": searched} if method in SEARCHED else {}))
 
 
 def keep(path: Path, name: str, row: Facts) -> None:
@@ -84,6 +86,7 @@ def keep(path: Path, name: str, row: Facts) -> None:
             "metric": rivals.task_of(name, 0).metric,
             "delta": rivals.DELTA,
             "grid": rivals.GRIDS[name],
+            "grid of metric": metric.grid(name),
             "trials": {"mean": rivals.TRIALS.mean, "law": law[rivals.TRIALS.shape]},
             "rows": sorted(rows, key=lambda row: (report.ORDER.index(row["method"]), row["epsilon"] or 0.0)),
         },
@@ -98,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="*", help=f"all by default: {', '.join(rivals.GRIDS)}")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epsilons", type=float, nargs="+", default=rivals.EPSILONS)
-    parser.add_argument("--methods", nargs="+", choices=(*METHODS, "cited"), default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, *ASKED_FOR), default=METHODS)
     parser.add_argument(
-        "--searched", type=int, help="seeds whose test scores choose the settings of 'free'; default: all"
+        "--searched", type=int, help="seeds whose test scores choose the settings of 'free' and 'metric'; default: all"
     )
     parser.add_argument("--out", type=Path, default=HERE, help="directory of the log and the results")
     parser.add_argument("--report", action="store_true", help="run nothing; make the table and the figure")

@@ -15,13 +15,18 @@ from opacus_expm.experiments.journal import Facts, read_result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ORDER = ("zero-shot", "non-private", "ours", "pure", "free", "cited", "charged", "untuned")
+ORDER = ("zero-shot", "non-private", "ours", "pure", "free", "cited", "metric", "charged", "untuned")
 TASKS = ("sine", "mnist", "mnist_far", "icu", "sms_head", "sms_lora", "cifar10_head")
 LEVEL = 0.3  # points of accuracy within which two methods are called level, if their standard error is not larger
 
 HEADINGS = (
     *("task", "ε", "seeds", "zero-shot", "non-private", "ours, untuned", "ours, δ = 0", "DP-SGD, tuned for free"),
     *("DP-SGD, tuning charged", "DP-SGD, untuned", "ours − tuned", "ours is", "passes", "seconds"),
+)
+
+GEOMETRY_HEADINGS = (
+    *("task", "ε", "seeds", "DP-SGD, tuned for free", "DP-SGD in the metric, tuned for free", "ours, untuned"),
+    *("metric − own units", "ours − metric"),
 )
 
 # Lines differ in dashes and marker, and their colours in lightness, so that they can be told apart in grey.
@@ -71,8 +76,13 @@ def tuned(found: Facts, epsilon: float) -> str:
 
 def difference(found: Facts, epsilon: float) -> Mean | None:
     """Ours − tuned DP-SGD over the seeds that both have; None where there are none."""
-    first, second = (by_seed(found, method, epsilon) for method in ("ours", tuned(found, epsilon)))
-    paired = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    return paired_difference(found, epsilon, "ours", tuned(found, epsilon))
+
+
+def paired_difference(found: Facts, epsilon: float, first: str, second: str) -> Mean | None:
+    """One method − another over the seeds that both have; None where there are none."""
+    scores, others = (by_seed(found, method, epsilon) for method in (first, second))
+    paired = [scores[seed] - others[seed] for seed in sorted(scores.keys() & others.keys())]
     return mean_of(paired) if paired else None
 
 
@@ -144,6 +154,37 @@ def brief(results: Sequence[Facts]) -> str:
         ]
         rows.append([found["task"].replace("_", " "), score("zero-shot", None), *cells])
     return markdown(["task", "zero-shot", *(f"ε = {epsilon:g}" for epsilon in every)], rows)
+
+
+def geometry(results: Sequence[Facts]) -> str:
+    """Geometry and mechanism: DP-SGD, DP-SGD in the metric of ours, and ours, over the seeds that the second has."""
+    return markdown(
+        GEOMETRY_HEADINGS,
+        [geometry_line(found, e) for found in results for e in budgets(found) if by_seed(found, "metric", e)],
+    )
+
+
+def geometry_line(found: Facts, epsilon: float) -> list[str]:
+    """One line of that table."""
+    digits, own = 1 if found["metric"] == "accuracy" else 4, tuned(found, epsilon)
+    seeds = by_seed(found, "metric", epsilon).keys()
+
+    def score(method: str) -> str:
+        values = [value for seed, value in by_seed(found, method, epsilon).items() if seed in seeds]
+        return mean_of(values).text(digits) + "†" * (method == "cited") if values else "–"
+
+    def less(first: str, second: str) -> str:
+        paired = paired_difference(found, epsilon, first, second)
+        return "–" if paired is None else paired.text(digits + 1, "+")
+
+    return [
+        found["task"].replace("_", " "),
+        f"{epsilon:g}",
+        str(len(seeds)),
+        *(score(method) for method in (own, "metric", "ours")),
+        less("metric", own),
+        less("ours", "metric"),
+    ]
 
 
 def plot(results: Sequence[Facts], path: Path) -> None:
@@ -222,7 +263,7 @@ def read(directory: Path) -> list[Facts]:
 
 
 def write(directory: Path) -> str:
-    """Make ``table.md``, ``brief.md`` and ``suite.png``; returns the table.
+    """Make ``table.md``, ``brief.md``, ``geometry.md`` and ``suite.png``; returns the table.
 
     Raises:
         FileNotFoundError: no task has results.
@@ -233,5 +274,6 @@ def write(directory: Path) -> str:
     text = table(results)
     (directory / "table.md").write_text(text + "\n", encoding="utf-8")
     (directory / "brief.md").write_text(brief(results) + "\n", encoding="utf-8")
+    (directory / "geometry.md").write_text(geometry(results) + "\n", encoding="utf-8")
     plot(results, directory / "suite.png")
     return text

@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,10 +88,10 @@ def candidates(name: str) -> list[Settings]:
 
 def schedule(settings: Settings, records: int) -> tuple[int, int]:
     """Steps in an epoch, and epochs."""
-    return math.ceil(records / _batch_size(settings, records)), settings["epochs"]
+    return math.ceil(records / batch_size(settings, records)), settings["epochs"]
 
 
-def _batch_size(settings: Settings, records: int) -> int:
+def batch_size(settings: Settings, records: int) -> int:
     """Expected size of a batch."""
     return int(settings["batch_size"] if "batch_size" in settings else math.ceil(records * settings["sample_rate"]))
 
@@ -121,7 +121,7 @@ def run(name: str, settings: Settings, epsilon: float, seed: int, log: Journal, 
         delta=DELTA,
         learning_rate=settings["learning_rate"],
         max_grad_norm=settings["max_grad_norm"],
-        batch_size=_batch_size(settings, len(task.private)),
+        batch_size=batch_size(settings, len(task.private)),
         epochs=settings["epochs"],
         momentum=settings.get("momentum", 0.9),
         max_physical_batch_size=256,
@@ -142,13 +142,26 @@ def merit(found: Facts) -> float:
 
 
 def free(name: str, epsilon: float, seed: int, log: Journal, *, searched: Sequence[int]) -> Facts:
-    """The run with the settings whose mean test score over the searched seeds is best; the search is not charged."""
-    listed = candidates(name)
+    """The run with the best settings of the task's grid; the search is not charged."""
+    return best_of(candidates(name), lambda settings, one: run(name, settings, epsilon, one, log), seed, searched)
+
+
+def best_of(
+    listed: Sequence[Settings], once: Callable[[Settings, int], Facts], seed: int, searched: Sequence[int]
+) -> Facts:
+    """The run of a seed with the settings whose mean test score over the searched seeds is best.
+
+    Args:
+        listed: settings to choose from.
+        once: the run with these settings and this seed.
+        seed: of the run that is returned.
+        searched: seeds whose test scores choose.
+    """
     # A seed at a time, so that its task is made once.
-    merits = [[merit(run(name, settings, epsilon, other, log)) for settings in listed] for other in searched]
+    merits = [[merit(once(settings, other)) for settings in listed] for other in searched]
     means = [statistics.fmean(column) for column in zip(*merits, strict=True)]
     best = listed[max(range(len(listed)), key=means.__getitem__)]
-    return {**run(name, best, epsilon, seed, log), "settings": best}
+    return {**once(best, seed), "settings": best}
 
 
 def charged(name: str, epsilon: float, seed: int, log: Journal, *, trials: Trials = TRIALS) -> Facts:
