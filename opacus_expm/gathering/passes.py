@@ -58,8 +58,6 @@ from opacus_expm.subspaces.metric import Block
 
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
-_PRODUCTS = 2**25  # of a forward pass on the records that are differentiated together: they stay in cache
-_LEAST_RECORDS = 64  # of these: fewer do not pay for reading the weights of a large model
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
@@ -96,7 +94,7 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
         self._criterion: Criterion | None = None
-        self._threads, self._products = Threads(), 1.0
+        self._threads = Threads()
 
     def within(self, subspace: Subspace) -> Workbench:
         """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
@@ -271,7 +269,6 @@ class Workbench:
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
         self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
         work = work_of(self._working, example)
-        self._products = max(1.0, work.products)
         self._threads.learn(work if self.device.type == "cpu" else replace(work, elements=0))
         self._ready = (source if views is None else EachView(source), loss)
 
@@ -303,7 +300,6 @@ class Workbench:
             curvature=curvature,
             probes=self.measurement.grad_sampling.probes,
             pad_to=pad_to,
-            most=max(_LEAST_RECORDS, _PRODUCTS / self._products),
         )
 
     def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:
