@@ -42,6 +42,7 @@ from opacus_expm.gathering.model import (
     compute_dtype,
     exact_arithmetic,
     moved,
+    own_copy,
     ran_out_of_memory,
     take,
     working_copy,
@@ -75,7 +76,8 @@ class Workbench:
     """A checked model with its map and criterion, ready for passes over public and private data.
 
     Args:
-        model: pretrained module; a working copy is made, the original is kept as a copy too.
+        model: pretrained module; a working copy is made, the original is kept as a copy too. Both share what is frozen
+            with it, which must stay as it is as long as passes are made.
         measurement: what is computed; its subspace has a seed, and has learned what it needs.
         pieces: records at a time; halved, with a warning, when a pass runs out of memory.
     """
@@ -83,7 +85,7 @@ class Workbench:
     def __init__(self, model: nn.Module, measurement: Measurement, pieces: loaders.Pieces | None = None):
         module = check_module(model)
         self.measurement = measurement
-        self._module = copy.deepcopy(module)
+        self._module = own_copy(module)
         self._working = working_copy(module)
         self.layout = Layout.of(self._working)
         self.device, self.dtype = next(self._working.parameters()).device, compute_dtype(self._working)
@@ -331,7 +333,7 @@ class Workbench:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
         measurement = self.measurement
         return Statistics(
-            self._module,
+            copy.deepcopy(self._module),  # frozen parameters too: the user may train these before a release
             self.layout,
             self.map,
             measurement.subspace,
