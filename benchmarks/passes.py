@@ -69,29 +69,33 @@ class Problem:
         self.loader = encoder.loader(private, BATCH[name])
 
     def bench(self):
-        """A workbench in the full space, prepared, and with the metric of the records' own factors."""
+        """A workbench in the full space, prepared, and one in the metric of the first batch's factors.
+
+        Of these are taken as many directions as the rule would tell from noise at ε = 8 and with 100,000 records.
+        """
         import numpy as np
-        import torch
 
         from opacus_expm.gathering import looks
+        from opacus_expm.gathering.factors import edge
         from opacus_expm.gathering.measurement import Measurement
         from opacus_expm.gathering.passes import Workbench
+        from opacus_expm.rule import Rule
         from opacus_expm.subspaces import Sparse
-        from opacus_expm.subspaces.metric import Metric
+        from opacus_expm.subspaces.metric import Metric, Spectrum
 
         start = Workbench(self.model, Measurement(Sparse(seed=0), None, self.criterion, progress=False))
         looks.prepare(start, self.loader)
         few = self.first()
         sums = looks.factors(start, few, np.random.default_rng(0))
 
-        def root(total):
-            total = total / len(few.dataset)
-            least = 0.01 * (total.trace() or 1.0) / len(total)  # at LoRA's start no gradient reaches the inner matrix
-            values, vectors = torch.linalg.eigh(total + least * torch.eye(len(total)))
-            return (vectors * values.rsqrt()) @ vectors.T
+        blocks = looks.blocks(start)
+        noise = 1 / Rule(8.0, 1e-5, 100_000, len(blocks), bounded=True, head=False).factor_mu / 100_000
 
-        roots = tuple((root(a), root(b)) for a, b in zip(sums.inputs, sums.outputs, strict=True))
-        found = start.within(Metric(looks.blocks(start), roots))
+        def spectrum(total):
+            return Spectrum.of(total / len(few.dataset)).seen(edge(len(total), noise))
+
+        pairs = [(spectrum(a), spectrum(b)) for a, b in zip(sums.inputs, sums.outputs, strict=True)]
+        found = start.within(Metric.damped(blocks, pairs, [1.0] * len(blocks), 1e-3))
         looks.prepare(found, self.loader)
         return start, found
 

@@ -199,7 +199,7 @@ def test_a_public_metric_depends_on_public_records_alone(monkeypatch):
 
     def spy(self, subspace):
         found = right(self, subspace)
-        maps.append(torch.cat([root.flatten() for roots in found.map.roots for root in roots]))
+        maps.append(torch.cat([root.dense().flatten() for roots in found.map.roots for root in roots]))
         return found
 
     monkeypatch.setattr(Workbench, "within", spy)

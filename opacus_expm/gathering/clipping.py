@@ -14,9 +14,8 @@ in float64.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,9 +28,7 @@ from opacus_expm import _check
 from opacus_expm._private import PrivateValues
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.gradients import RecordGradients
-from opacus_expm.gathering.model import take
 from opacus_expm.gathering.symmetric import SymmetricSum
-from opacus_expm.gathering.threads import KERNEL_ROWS
 from opacus_expm.mechanism.sensitivity import ADJACENCIES, Sensitivity
 
 EXACT_OUTPUTS = 64  # curvature is exact up to this many outputs, unless asked otherwise
@@ -191,18 +188,6 @@ class RecordQuadratics(PrivateValues):
         """Norms computed anew from gradients and factors, which a change of type has rounded."""
         return _finite_only(self.gradients, self.factors, parallel=self.parallel)
 
-    @classmethod
-    def joined(cls, parts: Sequence[RecordQuadratics]) -> RecordQuadratics:
-        """The records of all parts, in their order."""
-        factors = [part.factors for part in parts if part.factors is not None]
-        return cls(
-            torch.cat([part.gradients for part in parts]),
-            torch.cat(factors) if factors else None,
-            torch.cat([part.gradient_norms for part in parts]),
-            torch.cat([part.curvature_norms for part in parts]),
-            parallel=parts[0].parallel,
-        )
-
     def bytes(self) -> int:
         """The memory in bytes that gradients and factors take."""
         return self.gradients.nbytes + (0 if self.factors is None else self.factors.nbytes)
@@ -217,7 +202,6 @@ def record_quadratics(
     curvature: bool,
     probes: int | None = None,
     pad_to: int | None = None,
-    most: float = math.inf,
 ) -> RecordQuadratics:
     """Each record's projected gradient and Gauss-Newton factor, records that are not finite set to zero.
 
@@ -228,15 +212,9 @@ def record_quadratics(
     exact one and clipped alike, so the privacy is the same; the signs are drawn afresh for each record, and the
     neighbouring data sets of the guarantee are compared for any fixed signs of the records that both have.
 
-    With ``pad_to``, a shorter batch is filled up with copies that are dropped again before anything is clipped. With
-    curvature it is then taken in equal pieces of about ``most`` records at the most, each filled up to one size.
+    With ``pad_to``, a shorter batch is filled up with copies that are dropped again before anything is clipped.
     """
-    few = None if pad_to is None or not curvature else evenly(pad_to, most)
-    if few is not None and few < len(targets):
-        alone = functools.partial(record_quadratics, source, criterion, curvature=True, probes=probes, pad_to=few)
-        places = [slice(start, start + few) for start in range(0, len(targets), few)]
-        return RecordQuadratics.joined([alone(take(inputs, place), targets[place]) for place in places])
-    pad_to, count = few or pad_to, len(targets)
+    count = len(targets)
     inputs, targets = padded(inputs, targets, pad_to)
     outputs, pullback = source.outputs_and_pullback(inputs)
     gradient, factor = at_outputs(criterion, outputs, targets)
@@ -258,12 +236,6 @@ def record_quadratics(
         g = torch.einsum("br,brk->bk", gradient @ basis.T, rows)
         b = torch.einsum("brq,brk->bqk", basis @ factor, rows)
     return _finite_only(g[:count], None if b is None else b[:count], parallel=parallel)
-
-
-def evenly(size: int, most: float) -> int:
-    """The size of equal pieces of about ``most`` records, in whole blocks of matrix kernels; ``size`` for one piece."""
-    count = max(1, math.ceil(size / max(most, KERNEL_ROWS)))
-    return size if count == 1 else math.ceil(size / count / KERNEL_ROWS) * KERNEL_ROWS
 
 
 def record_gradients(

@@ -127,17 +127,20 @@ def check_module(module: object) -> nn.Module:
     return module
 
 
-def working_copy(module: nn.Module) -> nn.Module:
-    """A copy in evaluation mode and in at least float32, for computing statistics.
+def own_copy(module: nn.Module) -> nn.Module:
+    """A copy that shares frozen parameters with the original, which may be most of it: nothing writes to them.
 
-    Frozen parameters are shared with the original (nothing writes to them, unless the copy has to be
-    widened); trainable ones and buffers are copied, so that neither hooks nor an interruption can reach
-    the user's module.
+    Trainable ones and buffers are copied, so that neither hooks nor an interruption can reach the user's module.
     """
-    widen = any(p.dtype in _LOW_PRECISION for p in module.parameters())
-    shared: dict[int, Any] = {id(p): p for p in module.parameters() if not (p.requires_grad or widen)}
-    duplicate = copy.deepcopy(module, shared).eval()
-    return duplicate.float() if widen else duplicate
+    shared: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
+    return copy.deepcopy(module, shared)
+
+
+def working_copy(module: nn.Module) -> nn.Module:
+    """A copy in evaluation mode and in at least float32, for computing statistics; frozen as ``own_copy`` has it."""
+    if any(p.dtype in _LOW_PRECISION for p in module.parameters()):
+        return copy.deepcopy(module).eval().float()  # which writes to all of them
+    return own_copy(module).eval()
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype:

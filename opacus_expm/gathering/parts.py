@@ -30,10 +30,10 @@ from opacus_expm.gathering.layers import (
 )
 from opacus_expm.subspaces.base import Projection
 from opacus_expm.subspaces.full import FullSpace
-from opacus_expm.subspaces.metric import Block, MetricMap
+from opacus_expm.subspaces.metric import Block, MetricMap, Root
 
 RuleOf = Callable[[nn.Module, list[Tensor], int, Places], Rule]
-_Roots = tuple[Tensor, Tensor]
+_Roots = tuple[Root, Root]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,18 +155,19 @@ def _of_positions(block: Block, a: Tensor, b: Tensor, roots: _Roots | None = Non
     Factors where they are fewer numbers than matrices; the metric is applied to whichever of the two it is.
     """
     places = a.shape[1]
-    k_a, k_b = (None, None) if roots is None else (root.to(b) for root in roots)
     if places > 1 and places * (block.outputs + block.width) > block.outputs * block.width:
-        parts = [torch.bmm(b.transpose(1, 2), a)] if block.inputs else []
+        narrow = block.width < block.outputs  # whose transpose is formed sooner
+        parts = [torch.bmm(a.mT, b).mT if narrow else torch.bmm(b.mT, a)] if block.inputs else []
         parts += [b.sum(1)[..., None]] if block.bias is not None else []
         matrices = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-        return Formed(block, matrices if k_a is None or k_b is None else k_b @ (matrices @ k_a))
-    if k_a is None or k_b is None:
+        return Formed(block, matrices if roots is None else roots[1].both(roots[0], matrices))
+    if roots is None:
         return Factored(block, a, b)
-    inputs = a @ k_a[: block.inputs] if block.inputs else a.new_zeros(*a.shape[:2], 1)
+    k_a, k_b = roots
+    inputs = k_a.times(a) if block.inputs else a.new_zeros(*a.shape[:2], 1)
     if block.bias is not None:
-        inputs = inputs + k_a[-1]
-    return Factored(block, inputs, b @ k_b)
+        inputs += k_a.times(a.new_ones(1), block.inputs)
+    return Factored(block, inputs, k_b.times(b))
 
 
 def _formed_patches(layer: Convolution, one: Seen, block: Block, roots: _Roots) -> Formed:
@@ -175,7 +176,6 @@ def _formed_patches(layer: Convolution, one: Seen, block: Block, roots: _Roots) 
         layer, one.activations, one.backprops, weight=block.weight is not None, bias=block.bias is not None
     )
     matrices = one.activations[0].new_empty(len(one.activations[0]), block.outputs, block.width)
-    k_a, k_b = (root.to(matrices) for root in roots)
     for piece in record_pieces(len(matrices), gradients.size):
-        torch.matmul(k_b, gradients.of(piece) @ k_a, out=matrices[piece])
+        matrices[piece] = roots[1].both(roots[0], gradients.of(piece))
     return Formed(block, matrices)

@@ -42,6 +42,7 @@ from opacus_expm.gathering.model import (
     compute_dtype,
     exact_arithmetic,
     moved,
+    own_copy,
     ran_out_of_memory,
     take,
     working_copy,
@@ -58,8 +59,6 @@ from opacus_expm.subspaces.metric import Block
 
 CACHE_BYTES = 2**30  # of projected rows that are kept between the norms and the sums
 MAX_CURVATURE_DIM = 16_384  # S in float64 takes 2 GiB there
-_PRODUCTS = 2**25  # of a forward pass on the records that are differentiated together: they stay in cache
-_LEAST_RECORDS = 64  # of these: fewer do not pay for reading the weights of a large model
 _WIDE_BYTES = 2**28  # of full-space rows at a time
 Batches = Iterator[tuple[Any, Tensor]]
 T = TypeVar("T")
@@ -77,7 +76,8 @@ class Workbench:
     """A checked model with its map and criterion, ready for passes over public and private data.
 
     Args:
-        model: pretrained module; a working copy is made, the original is kept as a copy too.
+        model: pretrained module; a working copy is made, the original is kept as a copy too. Both share what is frozen
+            with it, which must stay as it is as long as passes are made.
         measurement: what is computed; its subspace has a seed.
         pieces: records at a time; halved, with a warning, when a pass runs out of memory.
     """
@@ -85,7 +85,7 @@ class Workbench:
     def __init__(self, model: nn.Module, measurement: Measurement, pieces: loaders.Pieces | None = None):
         module = check_module(model)
         self.measurement = measurement
-        self._module = copy.deepcopy(module)
+        self._module = own_copy(module)
         self._working = working_copy(module)
         self.layout = Layout.of(self._working)
         self.device, self.dtype = next(self._working.parameters()).device, compute_dtype(self._working)
@@ -96,7 +96,7 @@ class Workbench:
         self._generators = Generators.of(self._working, measurement.views, measurement.criterion)
         self._ready: tuple[RowSource, Criterion] | None = None
         self._criterion: Criterion | None = None
-        self._threads, self._products = Threads(), 1.0
+        self._threads = Threads()
 
     def within(self, subspace: Subspace) -> Workbench:
         """The same model in another subspace, with the criterion that was chosen here and the pieces that fit."""
@@ -271,7 +271,6 @@ class Workbench:
         source = self.measurement.grad_sampling.source(self._working, self.layout, self.map, example)
         self.on_synthetic = synthetic_outputs(lambda synthetic: source.outputs_and_pullback(synthetic)[0], example)
         work = work_of(self._working, example)
-        self._products = max(1.0, work.products)
         self._threads.learn(work if self.device.type == "cpu" else replace(work, elements=0))
         self._ready = (source if views is None else EachView(source), loss)
 
@@ -299,7 +298,6 @@ class Workbench:
             curvature=curvature,
             probes=self.measurement.grad_sampling.probes,
             pad_to=pad_to,
-            most=max(_LEAST_RECORDS, _PRODUCTS / self._products),
         )
 
     def gradients(self, inputs: Any, targets: Tensor, pad_to: int | None) -> RecordGradients:
@@ -329,7 +327,7 @@ class Workbench:
         """The ``Statistics`` made of a pass's sums and of what is public about it."""
         measurement = self.measurement
         return Statistics(
-            self._module,
+            copy.deepcopy(self._module),  # frozen parameters too: the user may train these before a release
             self.layout,
             self.map,
             measurement.subspace,

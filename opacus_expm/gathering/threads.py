@@ -36,7 +36,7 @@ class Work:
     Attributes:
         products: for one record. A layer with a matrix has its numbers of parameters times positions, and others none.
         elements: what all layers together put out for one record.
-        parameters: numbers that are read for any number of records.
+        parameters: of these layers, which are read for any number of records.
     """
 
     products: float
@@ -55,18 +55,25 @@ class Work:
         return max(1, most // self.elements // KERNEL_ROWS) * KERNEL_ROWS
 
 
+def evenly(size: int, most: int) -> int:
+    """The size of equal pieces of about ``most`` records, in whole blocks of matrix kernels; ``size`` for one piece."""
+    count = math.ceil(size / most)
+    return size if count == 1 else math.ceil(size / count / KERNEL_ROWS) * KERNEL_ROWS
+
+
 @torch.no_grad()
 def work_of(module: nn.Module, example: Any) -> Work:
     """The work of one record; of the example, a batch of one, only the shape is used.
 
     Infinite where the model does not run on a synthetic record.
     """
-    products, elements = [0.0], [0]
+    products, elements, parameters = [0.0], [0], [0]
 
     def count(layer: nn.Module, args: Any, output: Any) -> None:
         weights = [p for p in layer.parameters(recurse=False) if p.dim() > 1]
         if weights and isinstance(output, Tensor) and not isinstance(layer, nn.Embedding):
             products.append(output.numel() * max(w[0].numel() for w in weights))
+            parameters.append(sum(w.numel() for w in weights))
         if isinstance(output, Tensor) and not any(True for _ in layer.children()):
             elements.append(output.numel())
 
@@ -80,7 +87,7 @@ def work_of(module: nn.Module, example: Any) -> Work:
     finally:
         for handle in handles:
             handle.remove()
-    return Work(sum(products), sum(elements), sum(p.numel() for p in module.parameters()))
+    return Work(sum(products), sum(elements), sum(parameters))
 
 
 class Threads:
@@ -117,8 +124,8 @@ class Threads:
 
     def few(self, records: int | None) -> int | None:
         """How many of so many records to take at a time, with the threads that there are; None is all of them."""
-        most = None if self._work is None or records is None else self._work.few(_KEPT.most)
-        return records if most is None or records is None else min(records, most)
+        most = None if self._work is None else self._work.few(_KEPT.most)
+        return records if most is None or records is None else evenly(records, most)
 
     def _choose(self) -> None:
         """Set the number of threads."""

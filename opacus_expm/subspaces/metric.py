@@ -78,11 +78,49 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Root:
+    """A symmetric matrix K = LR + κI, where L (d × r) has few columns; for a dense one, L is K and there is no R.
+
+    Only a few directions of a factor can be told from noise, and for all others K is κ: K takes 2dr products then, not d².
+    """
+
+    left: Tensor
+    right: Tensor | None = None
+    rest: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Root:
+        """The same matrix on another device, or in another type."""
+        right = None if self.right is None else self.right.to(device, dtype)
+        return Root(self.left.to(device, dtype), right, self.rest)
+
+    def times(self, rows: Tensor, start: int = 0) -> Tensor:
+        """Rows (…, d) times K; or rows (…, q) that are given from the column ``start`` on, and zero elsewhere."""
+        place = slice(start, start + rows.shape[-1])
+        found = rows @ self.left[place]
+        if self.right is not None:
+            found = found @ self.right
+            found[..., place].add_(rows, alpha=self.rest)
+        return found
+
+    def both(self, other: Root, matrices: Tensor) -> Tensor:
+        """K U K′ for matrices U (…, d, d′), where K′ is ``other``."""
+        return other.times(self.times(matrices.mT).mT)
+
+    def dense(self) -> Tensor:
+        """K itself."""
+        return self.times(torch.eye(len(self)).to(self.left))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
-    """Eigenvalues and eigenvectors of a positive semi-definite matrix."""
+    """Eigenvalues and eigenvectors of a positive semi-definite matrix; the first ``alike`` eigenvalues are equal."""
 
     values: Tensor
     vectors: Tensor
+    alike: int = 0
 
     @classmethod
     def of(cls, matrix: Tensor) -> Spectrum:
@@ -94,12 +132,15 @@ class Spectrum:
         """Of a matrix with trace 1: eigenvalues below the edge of its noise are taken to be equal."""
         clear = self.values > edge
         rest = max(0.0, 1 - float(self.values[clear].sum())) / max(1, int((~clear).sum()))
-        return Spectrum(torch.where(clear, self.values, rest), self.vectors)
+        return Spectrum(torch.where(clear, self.values, rest), self.vectors, int((~clear).sum()))
 
-    def root(self, damping: float) -> Tensor:
-        """(I + M/damping)^{−½}."""
-        found: Tensor = (self.vectors * (1 + self.values / damping).rsqrt()) @ self.vectors.T
-        return found
+    def root(self, damping: float) -> Root:
+        """(I + M/damping)^{−½}; by the eigenvectors whose eigenvalues differ, where these are few."""
+        found = (1 + self.values / damping).rsqrt()
+        if 2 * self.alike <= len(found):
+            return Root((self.vectors * found) @ self.vectors.T)
+        rest, few = float(found[0]), self.vectors[:, self.alike :]
+        return Root(few * (found[self.alike :] - rest), few.T, rest)
 
 
 def shrunk(matrix: Tensor, records: int) -> Tensor:
@@ -126,7 +167,7 @@ class Metric:
     """
 
     blocks: tuple[Block, ...]
-    roots: tuple[tuple[Tensor, Tensor], ...] = field(repr=False)
+    roots: tuple[tuple[Root, Root], ...] = field(repr=False)
     seed: int | None = None
     kind: str = field(default="metric", init=False, repr=False)
 
@@ -168,7 +209,7 @@ class Metric:
         """Tensors and plain values."""
         return {
             "kind": self.kind,
-            "roots": {str(i): torch.cat([r.flatten() for r in k]) for i, k in enumerate(self.roots)},
+            "roots": {str(i): torch.cat([r.dense().flatten() for r in k]) for i, k in enumerate(self.roots)},
         }
 
 
@@ -178,7 +219,7 @@ class MetricMap:
 
     size: int
     blocks: Sequence[Block]
-    roots: Sequence[tuple[Tensor, Tensor]] = field(repr=False)
+    roots: Sequence[tuple[Root, Root]] = field(repr=False)
     seed: None = field(default=None, init=False)
     kind: str = field(default="metric", init=False)
     least_records: int = field(default=1, init=False, repr=False)
@@ -197,12 +238,12 @@ class MetricMap:
         """Apply the factors to a weight or to a bias alone, because the map is linear in both; or to any other run."""
         for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
             if start == block.weight and rows.shape[1] == block.outputs * block.inputs:
-                matrix = rows.reshape(len(rows), block.outputs, block.inputs) @ k_a[: block.inputs].to(rows)
+                matrix = k_a.times(rows.reshape(len(rows), block.outputs, block.inputs))
             elif start == block.bias and rows.shape[1] == block.outputs:
-                matrix = rows[:, :, None] * k_a[-1].to(rows)
+                matrix = k_a.times(rows[:, :, None], block.inputs)
             else:
                 continue
-            block.add(out, k_b.to(rows) @ matrix)
+            block.add(out, k_b.times(matrix.mT).mT)
             return
         end = start + rows.shape[1]
         if all(last <= start or end <= first for block in self.blocks for first, last in block.spans):
@@ -227,5 +268,5 @@ class MetricMap:
         """Apply the factors, which are their own transposes."""
         found = coordinates.clone()
         for block, (k_a, k_b) in zip(self.blocks, self.roots, strict=True):
-            block.put(found, k_b.to(coordinates) @ (block.matrix(coordinates) @ k_a.to(coordinates)))
+            block.put(found, k_b.both(k_a, block.matrix(coordinates)))
         return found

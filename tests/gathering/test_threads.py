@@ -15,7 +15,7 @@ from opacus_expm.experiments.task import fit, outputs
 from opacus_expm.gathering import looks, threads
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.gathering.threads import CACHE, ENOUGH, Threads, Work, work_of
+from opacus_expm.gathering.threads import CACHE, ENOUGH, Threads, Work, evenly, work_of
 from opacus_expm.subspaces import Sparse
 
 
@@ -68,7 +68,7 @@ def test_operations_are_products_of_parameters_and_positions():
 
 
 def test_few_records_stay_in_cache():
-    assert work_of(nn.Sequential(nn.Linear(5, 10), nn.ReLU()), torch.zeros(1, 5)) == Work(50.0, 20, 60)
+    assert work_of(nn.Sequential(nn.Linear(5, 10), nn.ReLU()), torch.zeros(1, 5)) == Work(50.0, 20, 50)
     assert Work(1.0, CACHE // 40, 0).few(1) == 32  # 40, in whole numbers of 16
     assert Work(1.0, CACHE // 40, 0).few(3) == 112
     assert Work(1.0, CACHE, 0).few(1) == 16
@@ -78,6 +78,11 @@ def test_few_records_stay_in_cache():
         assert torch.get_num_threads() == 3
     with Threads(Work(ENOUGH / 64, CACHE // 20, 0)).shared(512):
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(("size", "most", "expected"), [(512, 64, 64), (96, 64, 48), (512, 512, 512), (8, 16, 8)])
+def test_pieces_are_equal_and_whole_blocks(size, most, expected):
+    assert evenly(size, most) == expected
 
 
 def test_a_pass_in_small_pieces_finds_the_same(monkeypatch):
@@ -91,10 +96,12 @@ def test_a_pass_in_small_pieces_finds_the_same(monkeypatch):
         bench = Workbench(network, Measurement(Sparse(seed=0), None, nn.MSELoss(), progress=False))
         looks.prepare(bench, loader)
         SEEN.clear()
-        found.append(looks.gradient_norms(bench, loader))
+        quadratic = bench.public_norms(loader, curvature=True)
+        found.append((looks.gradient_norms(bench, loader), *quadratic.values()))
         assert {size for size, _ in SEEN} == sizes
-    assert len(found[0]) == 50
-    assert abs(found[0] - found[1]).max() < 1e-6 * found[0].max()
+    for one, other in zip(*found, strict=True):
+        assert len(one) == 50
+        assert abs(one - other).max() < 1e-6 * one.max()
 
 
 def test_counting_leaves_no_hook_behind():

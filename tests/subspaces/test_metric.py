@@ -7,7 +7,7 @@ from torch import nn
 
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.metric import Block, Metric, shrunk
+from opacus_expm.subspaces.metric import Block, Metric, Root, Spectrum, shrunk
 
 
 def _model():
@@ -16,20 +16,20 @@ def _model():
         return nn.Sequential(nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 4)).double()
 
 
-def _roots(blocks, seed=1):
+def _roots(blocks, columns=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
 
     def root(size):
-        m = torch.randn(size, size, generator=generator, dtype=torch.float64)
-        return m @ m.T / size + torch.eye(size, dtype=torch.float64)
+        m = torch.randn(size, columns or size, generator=generator, dtype=torch.float64)
+        return Root(m, m.T, 0.7) if columns else Root(m @ m.T / size + torch.eye(size, dtype=torch.float64))
 
     return tuple((root(b.width), root(b.outputs)) for b in blocks)
 
 
-def _built(model):
+def _built(model, columns=None):
     layout = Layout.of(model)
     blocks = tuple(blocks_of(model, layout).values())
-    roots = _roots(blocks)
+    roots = _roots(blocks, columns)
     return layout, blocks, roots, Metric(blocks, roots).build(layout.shapes, None, torch.device("cpu"), torch.float64)
 
 
@@ -44,24 +44,37 @@ def _kronecker(layout, blocks, roots):
             if block.bias is not None:
                 places.append(block.bias + row)
         index = torch.tensor(places)
-        found[index[:, None], index] = torch.kron(k_b, k_a)
+        found[index[:, None], index] = torch.kron(k_b.dense(), k_a.dense())
     return found
 
 
 FROZEN = ([], ["3.weight"], ["3.bias"], ["0.weight", "3.bias"], ["0.weight", "0.bias"])
 
 
+@pytest.mark.parametrize("columns", [None, 2])
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda names: "+".join(names) or "none")
-def test_the_map_is_a_kronecker_product(frozen):
+def test_the_map_is_a_kronecker_product(frozen, columns):
     model = _model()
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)
-    layout, blocks, roots, built = _built(model)
+    layout, blocks, roots, built = _built(model, columns)
     expected = _kronecker(layout, blocks, roots)
     assert error(dense(built), expected) < 1e-12
     assert built.dim == layout.size
-    swapped = _kronecker(layout, blocks, tuple((torch.eye(len(a), dtype=a.dtype), b) for a, b in roots))
+    swapped = _kronecker(layout, blocks, tuple((Root(torch.eye(len(a)).double()), b) for a, b in roots))
     assert error(dense(built), swapped) > 1e-2
+
+
+@pytest.mark.parametrize(("edge", "columns"), [(0.1, 2), (0.03, 5)])
+def test_a_root_takes_the_directions_that_differ(edge, columns):
+    vectors = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
+    matrix = (vectors * torch.tensor([0.02, 0.04, 0.04, 0.3, 0.6], dtype=torch.float64)) @ vectors.T
+    seen = Spectrum.of(matrix).seen(edge)
+    root = seen.root(0.5)
+    assert root.left.shape == (5, columns)
+    again = torch.linalg.inv(root.dense() @ root.dense())
+    assert error(again, torch.eye(5) + 2 * (seen.vectors * seen.values) @ seen.vectors.T) < 1e-12
+    assert error(again, torch.eye(5) + 2 * matrix) > 1e-3 or edge < 0.1
 
 
 def test_lifting_is_the_transpose_of_projecting():
