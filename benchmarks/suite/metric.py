@@ -106,11 +106,13 @@ def in_metric(module: GradSampleModule, optimizer: DPOptimizer, metric: MetricMa
         block, (k_a, k_b) = roots[layer]
         if isinstance(layer, nn.Linear) and block.inputs and backprops.dim() == 2:
             # The gradient is b ⊗ a: one product for each record, where the matrix would need one for each of its rows.
-            inputs = activations[0] @ k_a[: block.inputs] + (0 if block.bias is None else k_a[-1])
-            return _parts(layer, block, torch.einsum("ni,nj->nij", backprops @ k_b, inputs))
+            inputs = k_a.times(activations[0])
+            if block.bias is not None:
+                inputs += k_a.times(inputs.new_ones(1), block.inputs)
+            return _parts(layer, block, torch.einsum("ni,nj->nij", k_b.times(backprops), inputs))
         found = known[type(layer)](layer, activations, backprops)
         matrices = [found[p].flatten(2) if p.dim() > 1 else found[p][..., None] for p in _parameters(layer, block)]
-        return found | _parts(layer, block, k_b @ (torch.cat(matrices, dim=2) @ k_a))
+        return found | _parts(layer, block, k_b.both(k_a, torch.cat(matrices, dim=2)))
 
     module.GRAD_SAMPLERS = known | {type(layer): sampler for layer in roots}
     return MetricOptimizer(optimizer, metric)

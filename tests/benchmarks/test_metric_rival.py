@@ -20,7 +20,7 @@ from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.learned import LearnedRounds
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.metric import MetricMap
+from opacus_expm.subspaces.metric import MetricMap, Root
 
 BOUND, NOISE, RATE, SEED = 0.05, 0.7, 0.3, 5
 
@@ -44,7 +44,7 @@ class Positions(nn.Module):
 def positive(size, generator):
     """A symmetric positive definite matrix that is far from the identity."""
     root = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    return root @ root.T / size + 0.1 * torch.eye(size, dtype=torch.float64)
+    return Root(root @ root.T / size + 0.1 * torch.eye(size, dtype=torch.float64))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def dense(units):
         for row in range(block.outputs):
             places += [block.weight + row * block.inputs + column for column in range(block.inputs)]
             places += [] if block.bias is None else [block.bias + row]
-        found[np.ix_(places, places)] = torch.kron(k_b, k_a)
+        found[np.ix_(places, places)] = torch.kron(k_b.dense(), k_a.dense())
     return found
 
 
