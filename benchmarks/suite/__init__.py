@@ -12,6 +12,7 @@
   ``benchmarks.suite.rivals``.
 * ``cited``, only where it is asked for: DP-SGD as ``benchmarks.accuracy`` has it, where ``free`` would take hours.
 * ``metric``, only where it is asked for: DP-SGD tuned for free in this engine's metric; see ``benchmarks.suite.metric``.
+* ``plain`` and ``public``, only where they are asked for: ``ours`` without a metric, and with one from public records.
 
 Every finished run is a line of ``log.jsonl`` in the directory, and is not made again. What was asked for goes to
 ``TASK.json`` there, and from these files ``--report`` makes ``table.md`` and ``suite.png``; a run makes them at its end.

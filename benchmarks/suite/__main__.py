@@ -17,7 +17,7 @@ from opacus_expm.experiments.journal import Facts, Journal, read_result, write_r
 
 METHODS = ("zero-shot", "non-private", "ours", "pure", "free", "charged", "untuned")
 WITHOUT_BUDGET = METHODS[:2]
-ASKED_FOR = ("cited", "metric")  # no part of a run unless they are named
+ASKED_FOR = ("cited", "metric", "plain", "public")  # no part of a run unless they are named
 SEARCHED = ("free", "metric")
 HERE = Path(__file__).parent
 
@@ -37,12 +37,19 @@ def one(name: str, method: str, epsilon: float | None, seed: int, log: Journal, 
     cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
     if (found := log.get(cell)) is None:
         if epsilon is not None:
-            made = (ours.pure if method == "pure" else ours.ours)(name, epsilon, seed)
+            made = (
+                ours.pure(name, epsilon, seed) if method == "pure" else ours.ours(name, epsilon, seed, _source(method))
+            )
         else:
             made = (ours.zero_shot if method == "zero-shot" else ours.without_privacy)(name, seed)
         found = log.put(cell, made)
         print({**cell, **{key: found[key] for key in ("score", "seconds", "passes")}}, flush=True)
     return found
+
+
+def _source(method: str) -> ours.Source:
+    """Where the metric of one of this engine's rows comes from."""
+    return "plain" if method == "plain" else "public" if method == "public" else "ours"
 
 
 def run(

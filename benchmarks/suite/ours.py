@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from torch.utils.data import DataLoader
 
@@ -20,10 +21,12 @@ from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.gathering.rows import GradSampleMode
 from opacus_expm.pure import PureRule
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
 
+Source = Literal["ours", "plain", "public"]
 BATCH = 64  # records that are in memory at a time; no result depends on it
 ACCURACY = Path(__file__).parents[1] / "accuracy"
 
@@ -54,26 +57,38 @@ def without_privacy(name: str, seed: int) -> Facts:
     return {"score": task.score(model), "seconds": seconds, "passes": settings["epochs"], "settings": settings}
 
 
-def ours(name: str, epsilon: float, seed: int) -> Facts:
+def ours(name: str, epsilon: float, seed: int, metric: Source = "ours") -> Facts:
     """The engine's call with nothing but a budget: score, what the ledger says was charged, seconds, passes, and its plan.
 
-    The search for the noise of the directions, about a second for each budget, is made before the clock starts, as that of
+    Where the metric comes from can be varied: ``"public"`` passes the task's public records, and ``"plain"`` has no metric,
+    by the mode of per-sample gradients that knows no layers. The search for the noise of the directions, about a second for each budget, is made before the clock starts, as that of
     DP-SGD is: both depend on public numbers alone.
     """
     task = task_of(name, seed)
     loader = DataLoader(task.private, batch_size=BATCH)
-    rule = rule_of(task, epsilon)
+    assert task.public is not None
+    public = DataLoader(task.public, batch_size=BATCH) if metric == "public" else None
+    mode: GradSampleMode | None = "functorch" if metric == "plain" else None
+    rule = rule_of(task, epsilon, metric)
     assert rule.noise_multiplier > 0  # found here, and remembered
     engine = ExpMQuadEngine()
     begin = time.process_time()
-    model = engine.make_private_expm(task.model, loader, epsilon, delta=DELTA, criterion=task.criterion)
+    model = engine.make_private_expm(
+        task.model,
+        loader,
+        epsilon,
+        delta=DELTA,
+        criterion=task.criterion,
+        public_loader=public,
+        grad_sample_mode=mode,
+    )
     seconds = time.process_time() - begin
     return {
         "score": task.score(model),
         "seconds": seconds,
         "passes": rule.passes,
         "charged": engine.get_epsilon(DELTA),
-        "public": {"records": rule.records, "layers": rule.layers, "bounded": rule.bounded, "head": rule.head},
+        "public": {key: getattr(rule, key) for key in ("records", "layers", "bounded", "head", "public")},
         "plan": plan([event for event in engine.accountant.releases if isinstance(event, Query)]),
     }
 
@@ -98,10 +113,12 @@ def pure(name: str, epsilon: float, seed: int) -> Facts:
     }
 
 
-def rule_of(task: Task, epsilon: float) -> Rule:
+def rule_of(task: Task, epsilon: float, metric: Source = "ours") -> Rule:
     """The public formula, for the public numbers of a task."""
     bench, bounded = _prepared(task)
-    return Rule(epsilon, DELTA, len(task.private), len(looks.blocks(bench)), bounded, bench.moves_head_alone())
+    layers = 0 if metric == "plain" else len(looks.blocks(bench))
+    head = layers == 1 and bench.moves_head_alone()
+    return Rule(epsilon, DELTA, len(task.private), layers, bounded, head, public=metric == "public")
 
 
 def _prepared(task: Task) -> tuple[Workbench, bool]:

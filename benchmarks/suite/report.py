@@ -15,7 +15,7 @@ from opacus_expm.experiments.journal import Facts, read_result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ORDER = ("zero-shot", "non-private", "ours", "pure", "free", "cited", "metric", "charged", "untuned")
+ORDER = ("zero-shot", "non-private", "ours", "plain", "public", "pure", "free", "cited", "metric", "charged", "untuned")
 TASKS = ("sine", "mnist", "mnist_far", "icu", "sms_head", "sms_lora", "cifar10_head")
 LEVEL = 0.3  # points of accuracy within which two methods are called level, if their standard error is not larger
 
@@ -27,6 +27,11 @@ HEADINGS = (
 GEOMETRY_HEADINGS = (
     *("task", "ε", "seeds", "DP-SGD, tuned for free", "DP-SGD in the metric, tuned for free", "ours, untuned"),
     *("metric − own units", "ours − metric"),
+)
+
+METRIC_HEADINGS = (
+    *("task", "ε", "seeds", "no metric", "ours, untuned", "metric of public records", "ours − no metric"),
+    "public − ours",
 )
 
 # Lines differ in dashes and marker, and their colours in lightness, so that they can be told apart in grey.
@@ -158,16 +163,35 @@ def brief(results: Sequence[Facts]) -> str:
 
 def geometry(results: Sequence[Facts]) -> str:
     """Geometry and mechanism: DP-SGD, DP-SGD in the metric of ours, and ours, over the seeds that the second has."""
-    return markdown(
-        GEOMETRY_HEADINGS,
-        [geometry_line(found, e) for found in results for e in budgets(found) if by_seed(found, "metric", e)],
-    )
+    lines = [
+        side_by_side(
+            found, e, (own := tuned(found, e), "metric", "ours"), (("metric", own), ("ours", "metric")), "metric"
+        )
+        for found in results
+        for e in budgets(found)
+        if by_seed(found, "metric", e)
+    ]
+    return markdown(GEOMETRY_HEADINGS, lines)
 
 
-def geometry_line(found: Facts, epsilon: float) -> list[str]:
-    """One line of that table."""
-    digits, own = 1 if found["metric"] == "accuracy" else 4, tuned(found, epsilon)
-    seeds = by_seed(found, "metric", epsilon).keys()
+def metrics(results: Sequence[Facts]) -> str:
+    """Where the metric comes from: nowhere, the private records, or public ones, over the seeds that the first has."""
+    order = ("plain", "ours", "public")
+    lines = [
+        side_by_side(found, e, order, (("ours", "plain"), ("public", "ours")), "plain")
+        for found in results
+        for e in budgets(found)
+        if by_seed(found, "plain", e)
+    ]
+    return markdown(METRIC_HEADINGS, lines)
+
+
+def side_by_side(
+    found: Facts, epsilon: float, methods: Sequence[str], pairs: Sequence[tuple[str, str]], seeds_of: str
+) -> list[str]:
+    """One line of such a table: means of methods and of paired differences, over the seeds that one of them has."""
+    digits = 1 if found["metric"] == "accuracy" else 4
+    seeds = by_seed(found, seeds_of, epsilon).keys()
 
     def score(method: str) -> str:
         values = [value for seed, value in by_seed(found, method, epsilon).items() if seed in seeds]
@@ -181,9 +205,8 @@ def geometry_line(found: Facts, epsilon: float) -> list[str]:
         found["task"].replace("_", " "),
         f"{epsilon:g}",
         str(len(seeds)),
-        *(score(method) for method in (own, "metric", "ours")),
-        less("metric", own),
-        less("ours", "metric"),
+        *map(score, methods),
+        *(less(first, second) for first, second in pairs),
     ]
 
 
@@ -263,7 +286,7 @@ def read(directory: Path) -> list[Facts]:
 
 
 def write(directory: Path) -> str:
-    """Make ``table.md``, ``brief.md``, ``geometry.md`` and ``suite.png``; returns the table.
+    """Make ``table.md``, ``brief.md``, ``geometry.md``, ``metrics.md`` and ``suite.png``; returns the table.
 
     Raises:
         FileNotFoundError: no task has results.
@@ -275,5 +298,6 @@ def write(directory: Path) -> str:
     (directory / "table.md").write_text(text + "\n", encoding="utf-8")
     (directory / "brief.md").write_text(brief(results) + "\n", encoding="utf-8")
     (directory / "geometry.md").write_text(geometry(results) + "\n", encoding="utf-8")
+    (directory / "metrics.md").write_text(metrics(results) + "\n", encoding="utf-8")
     plot(results, directory / "suite.png")
     return text
