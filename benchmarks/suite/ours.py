@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,6 @@ from opacus_expm.experiments.tasks import Task
 from opacus_expm.gathering import looks
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
-from opacus_expm.gathering.rows import GradSampleMode
 from opacus_expm.pure import PureRule
 from opacus_expm.rule import Rule
 from opacus_expm.subspaces.sparse import Sparse
@@ -61,27 +61,24 @@ def ours(name: str, epsilon: float, seed: int, metric: Source = "ours") -> Facts
     """The engine's call with nothing but a budget: score, what the ledger says was charged, seconds, passes, and its plan.
 
     Where the metric comes from can be varied: ``"public"`` passes the task's public records, and ``"plain"`` has no metric,
-    by the mode of per-sample gradients that knows no layers. The search for the noise of the directions, about a second for each budget, is made before the clock starts, as that of
+    by the mode of per-sample gradients that knows no layers.
+
+    The search for the noise of the directions, about a second for each budget, is made before the clock starts, as that of
     DP-SGD is: both depend on public numbers alone.
     """
     task = task_of(name, seed)
     loader = DataLoader(task.private, batch_size=BATCH)
-    assert task.public is not None
-    public = DataLoader(task.public, batch_size=BATCH) if metric == "public" else None
-    mode: GradSampleMode | None = "functorch" if metric == "plain" else None
     rule = rule_of(task, epsilon, metric)
     assert rule.noise_multiplier > 0  # found here, and remembered
     engine = ExpMQuadEngine()
+    call = partial(engine.make_private_expm, task.model, loader, epsilon, delta=DELTA, criterion=task.criterion)
+    if metric == "public":
+        assert task.public is not None
+        call = partial(call, public_loader=DataLoader(task.public, batch_size=BATCH))
+    elif metric == "plain":
+        call = partial(call, grad_sample_mode="functorch")
     begin = time.process_time()
-    model = engine.make_private_expm(
-        task.model,
-        loader,
-        epsilon,
-        delta=DELTA,
-        criterion=task.criterion,
-        public_loader=public,
-        grad_sample_mode=mode,
-    )
+    model = call()
     seconds = time.process_time() - begin
     return {
         "score": task.score(model),

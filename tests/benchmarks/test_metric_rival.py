@@ -294,6 +294,19 @@ def test_a_task_without_the_metric_is_not_in_that_table(tmp_path):
     assert (tmp_path / "geometry.md").read_text(encoding="utf-8") == report.geometry([full]) + "\n"
 
 
+def test_the_table_of_metrics_pairs_the_seeds_without_one():
+    scores = {"ours": (73.0, 75.0, 99.0), "plain": (70.0, 71.0), "public": (74.0, 75.5)}
+    rows = [
+        {"method": method, "epsilon": 1.0, "runs": [{"seed": i, "score": s} for i, s in enumerate(found)]}
+        for method, found in scores.items()
+    ]
+    (line,) = report.metrics([{"task": "sms_head", "metric": "accuracy", "rows": rows}]).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:3] == ["sms head", "1", "2"]
+    assert cells[3:6] == ["70.5 ± 0.5", "74.0 ± 1.0", "74.8 ± 0.8"]
+    assert cells[6:] == ["+3.50 ± 0.50", "+0.75 ± 0.25"]
+
+
 # --- what is stored --------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +317,7 @@ RESULTS = [found for found in report.read(STORED) if any(row["method"] == "metri
 def test_the_stored_table_is_that_of_the_stored_results_and_of_the_docs():
     text = (STORED / "geometry.md").read_text(encoding="utf-8").strip()
     assert text == report.geometry(report.read(STORED))
+    assert (STORED / "metrics.md").read_text(encoding="utf-8").strip() == report.metrics(report.read(STORED))
     assert len(text.splitlines()) > 10
     assert text in (ROOT / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
 

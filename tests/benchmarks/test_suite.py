@@ -37,7 +37,8 @@ def tiny(monkeypatch):
         start = nn.Linear(3, 2)
         nn.init.zeros_(start.weight)
         nn.init.zeros_(start.bias)
-        return tasks.Task(start, data, data, data, nn.CrossEntropyLoss(), name=name, metric="accuracy")
+        public = TensorDataset(x + 1, data.tensors[1])
+        return tasks.Task(start, public, data, data, nn.CrossEntropyLoss(), name=name, metric="accuracy")
 
     for module in (rivals, ours):
         monkeypatch.setattr(module, "task_of", task)
@@ -313,7 +314,8 @@ def check_pure_plan(epsilon, run):
 @pytest.mark.parametrize("found", RESULTS, ids=[found["task"] for found in RESULTS])
 def test_every_stored_plan_is_the_public_formula(found):
     """The same in every cell, from the number of records and layers, ε and δ alone; and no more than ε is charged."""
-    runs = [(row["epsilon"], run) for row in found["rows"] if row["method"] == "ours" for run in row["runs"]]
+    methods = ("ours", "plain", "public")
+    runs = [(row["epsilon"], run) for row in found["rows"] if row["method"] in methods for run in row["runs"]]
     assert runs
     for epsilon, run in runs:
         check_plan(epsilon, found["delta"], run)
@@ -331,6 +333,18 @@ def test_every_stored_pure_plan_is_the_public_formula(found):
         assert run["charged"] == pytest.approx(epsilon, rel=1e-12)
         with pytest.raises(AssertionError):
             check_pure_plan(2 * epsilon, run)
+
+
+@pytest.mark.filterwarnings("ignore:with 300 records")  # n·ε is small
+def test_the_metric_comes_from_where_it_is_asked_to(tiny):
+    """Without one nothing is asked for it, and with that of public records neither; the private one is asked for."""
+    asked = {"ours": {"metric", "scale"}, "plain": {"scale"}, "public": set()}
+    for source, questions in asked.items():
+        run = ours.ours("icu", 1.0, 0, source)
+        check_plan(1.0, 1e-5, run)
+        assert {"metric", "scale"} & run["plan"]["shares"].keys() == questions
+    options = [set(options) - {"delta", "criterion"} for _, options in tiny]
+    assert options == [set(), {"grad_sample_mode"}, {"public_loader"}]
 
 
 @pytest.mark.filterwarnings("ignore:with 300 records")  # n·ε is small
