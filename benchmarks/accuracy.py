@@ -83,7 +83,7 @@ def keep(log: Journal, cell: Facts, outcome: Facts) -> Facts:
 
 
 def loaders(task):
-    """Private records, and public ones for bounds and a public metric."""
+    """Private records, and public ones for bounds."""
     few = Subset(task.public, range(min(len(task.public), PUBLIC_RECORDS)))
     return DataLoader(task.private, batch_size=BATCH), DataLoader(few, batch_size=BATCH)
 
@@ -136,12 +136,10 @@ def passes(name: str, method: str, epsilon: float, delta: float, seed: int) -> d
     common = {"delta": delta, "criterion": task.criterion, "progress": False}
     if method == "five arguments":
         module = engine.make_private_expm(task.model, private, epsilon, radius, k, **common)
-    elif method == "rounds":
+    else:  # rounds
         module = engine.make_private_expm(
             task.model, private, epsilon, radius, k, rounds=4, public_loader=public, **common
         )
-    else:  # no radius
-        module = engine.make_private_expm(task.model, private, epsilon, public_loader=public, **common)
     return {"score": task.score(module), "spent": engine.get_epsilon(delta)}
 
 
@@ -178,7 +176,7 @@ def factor(name: str, epsilon: float, delta: float) -> dict:
 
 
 ONE_PASS = ("paper", "one-shot")  # whose statistics serve every budget
-OURS = ("paper", "five arguments", "one-shot", "rounds", "no radius")
+OURS = ("paper", "five arguments", "one-shot", "rounds")
 
 
 def run(options, log: Journal) -> None:
@@ -215,7 +213,7 @@ def run_ours(options, method: str, seed: int, log: Journal) -> None:
     name, release = options.task, None
     for epsilon, delta in itertools.product(options.epsilon, options.delta):
         cell = {"task": name, "method": method, "epsilon": epsilon, "delta": delta, "seed": seed}
-        if log.get(cell) is not None or (method == "paper" and delta > 0) or (method == "no radius" and delta == 0):
+        if log.get(cell) is not None or (method == "paper" and delta > 0):
             continue
 
         def once(epsilon=epsilon, delta=delta) -> Facts:
