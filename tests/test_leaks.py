@@ -61,7 +61,8 @@ class Secrets:
 
     def __init__(self):
         self.values = {COARSE: set(), FINE: set()}
-        self.rows = []  # bytes of whole records
+        self.rows = []  # bytes of whole records and of whole sums
+        self.parts = set()  # of these sums
 
     def add(self, digits, *numbers):
         found = np.concatenate([np.abs(np.asarray(n, dtype=np.float64)).ravel() for n in numbers])
@@ -88,6 +89,9 @@ class Secrets:
 
         def sums(found, *_):
             self.add(COARSE, found.gradient.numpy(), found.gradient.norm().numpy())
+            self.parts.update(np.abs(found.gradient.numpy()).tolist())
+            if found.gradient.any():
+                self.rows += [found.gradient.numpy().astype(form).tobytes() for form in ("<f4", ">f4")]
             if found.curvature is not None:
                 self.add(COARSE, found.curvature.numpy(), np.linalg.eigvalsh(found.curvature.numpy()))
 
@@ -136,8 +140,9 @@ class Secrets:
         """The same for floats in memory, at any place and of either sign, and for text in files."""
         found = self.in_text(content.decode("utf-8", errors="ignore")) if content[:1] == b"{" else []
         every = np.array([v for v in sorted(set().union(*self.values.values())) if not _is_short(v)])
-        # Among float32 numbers, single values of records would be found by chance; whole records are not.
-        coarse = np.array([v for v in sorted(self.values[COARSE]) if not _is_short(v)], dtype=np.float32)
+        # Among float32 numbers, single values of records and of sums would be found by chance; whole ones are not.
+        single = sorted(self.values[COARSE] - self.parts)
+        coarse = np.array([v for v in single if not _is_short(v)], dtype=np.float32)
         for form, secret in (("<f8", every), (">f8", every), ("<f4", coarse), (">f4", coarse)):
             size = int(form[-1])
             for start in range(min(size, len(content) - size + 1)):

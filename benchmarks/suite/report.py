@@ -175,13 +175,13 @@ def geometry(results: Sequence[Facts]) -> str:
 
 
 def metrics(results: Sequence[Facts]) -> str:
-    """Where the metric comes from: nowhere, the private records, or public ones, over the seeds that the first has."""
+    """Where the metric comes from: nowhere, the private records, or public ones, over the seeds of the last."""
     order = ("plain", "ours", "public")
     lines = [
-        side_by_side(found, e, order, (("ours", "plain"), ("public", "ours")), "plain")
+        side_by_side(found, e, order, (("ours", "plain"), ("public", "ours")), "public")
         for found in results
         for e in budgets(found)
-        if by_seed(found, "plain", e)
+        if by_seed(found, "public", e)
     ]
     return markdown(METRIC_HEADINGS, lines)
 
