@@ -206,9 +206,8 @@ class LearnedRounds:
                 "public_loader gives a metric by layers, and hooks serve no layer of this model that is a matrix: leave "
                 "public_loader out"
             )
-        sums = looks.factors(
-            bench, self._public, np.random.default_rng(0), public=True
-        )  # nothing private is random here
+        random = np.random.default_rng(0)  # there is nothing to hide
+        sums = looks.factors(bench, self._public, random, public=True)
         count, trace = len(sums.traces), float(sums.traces.sum(1).median())
         if trace <= 0:
             raise ValueError("public_loader's records have no curvature: leave public_loader out")
