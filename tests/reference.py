@@ -690,11 +690,6 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def orthonormal(size: int, rank: int, seed: int = 0) -> Tensor:
-    """Orthonormal columns (size, rank)."""
-    return torch.linalg.qr(normal(size, rank, seed=seed))[0]
-
-
 def projected(projection: Projection, rows: Tensor, cuts: list[int]) -> Tensor:
     """Aᵀ(rows), in blocks that end at the given places."""
     out = torch.zeros(len(rows), projection.width, dtype=rows.dtype)
