@@ -17,6 +17,9 @@
 
 How many steps there are and what each part may cost is a public formula (``Rule``), the same for every task.
 
+With views, a record's gradient is the mean over its views, which is then clipped, and C is bought from the norms of these
+means. Metric and losses are those of the records as they are (``gathering.looks``).
+
 **Privacy:** all of it together is (ε, δ)-DP with respect to adding or removing one record. Every number that is taken from
 the records is one of three: a sum in which a record's share has norm at most c, with normal noise of deviation c/μ, which
 is μ-GDP; a choice by the exponential mechanism from scores that one record moves by no more than a known range; or a run of
@@ -449,8 +452,6 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
         raise ValueError(f"learned rounds are counted under adjacency='add_remove', got {books.adjacency!r}; {way_out}")
     if books.noise.secure:
         raise ValueError(f"secure_mode has no learned rounds yet; {way_out}")
-    if measurement.views is not None:
-        raise ValueError(f"views have no part in learned rounds yet; {way_out}")
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
         raise ValueError(
             f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"

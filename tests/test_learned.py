@@ -390,7 +390,8 @@ def test_every_part_is_charged_before_it_is_drawn(monkeypatch):
 
 REFUSED = [
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
-    ({}, {"views": lambda x: [x, -x]}, "views have no part"),
+    ({}, {"views": lambda x: [x - x.mean(0)], "loader": _loader(40)}, "views must treat every record alone"),
+    ({}, {"views": lambda x: [], "loader": _loader(40)}, "views must give a list"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
     ({"secure_mode": True}, {}, "secure_mode has no learned rounds"),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
@@ -466,11 +467,11 @@ class SilentNoise(Noise):
 class Parts:
     """What learned rounds ask of a loader, without the noise."""
 
-    def __init__(self, x, y, model=None):
+    def __init__(self, x, y, model=None, views=None):
         self.model = _deep() if model is None else model
         self.loader = DataLoader(TensorDataset(x, y), batch_size=16)
         books = Books(ExpMQuadEngine().accountant, "add_remove", SilentNoise(), ExpMQuadEngine().books().ranks)
-        self.measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
+        self.measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), views=views, nominal_size=10, progress=False)
         self.rounds = LearnedRounds(self.loader, self.measurement, EPSILON, DELTA, books)
         self.bench = Workbench(self.model, self.measurement)
         looks.prepare(self.bench, self.loader)
@@ -576,6 +577,98 @@ class Full:
 
     def __init__(self, rule):
         self.noise_multiplier, self.steps = rule.noise_multiplier, rule.steps
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def _views(x):
+    """Three of them, of which one differs much."""
+    return [x, x + 0.5, -4 * x]
+
+
+def _mean_gradients(bench, x, y):
+    """∇ of the mean loss over a record's views, one view at a time: (n, p)."""
+    found = []
+    for i in range(len(x)):
+        losses = [nn.MSELoss()(bench.model(view[i : i + 1]), y[i : i + 1]) for view in _views(x)]
+        grads = torch.autograd.grad(sum(losses) / len(losses), list(bench.model.parameters()))
+        found.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(found)
+
+
+def test_the_bound_is_that_of_the_gradients_of_means_over_views():
+    x, y = tensors(6)
+    parts = Parts(x, y, views=_views)
+    expected = _mean_gradients(parts, x, y).norm(dim=1).numpy()
+    found = looks.gradient_norms(parts.bench, parts.loader)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert np.abs(found / looks.gradient_norms(Parts(x, y).bench, parts.loader) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize("metric", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_with_views_a_direction_is_shifted_by_at_most_its_bound(name, metric, monkeypatch):
+    """In the parameters' own units also against the sum of clipped means, by hand; whatever the views of a record are."""
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
+    bound, sums, units = 0.5, [], None
+    for x, y in neighbours(name):
+        parts, factors = Parts(x, y, views=_views), looks.factors
+        if metric and units is None:  # a metric that was released, and is the same for both
+            with monkeypatch.context() as patch:
+                patch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))  # noqa: B023
+                units = parts.rounds.geometry(parts.bench, parts.rule, looks.blocks(parts.bench))
+        if metric:
+            parts.bench = parts.bench.within(units.subspace)
+        walk = parts.walk(rule=Full(parts.rule), bound=bound)
+        walk.step(parts.loader)
+        sums.append(-walk.place / walk._rate * 10)
+        if not metric:
+            gradients = _mean_gradients(parts, x, y)
+            weights = (bound / gradients.norm(dim=1)).clamp(max=1.0)
+            each = (weights[:, None] * gradients)[gradients.isfinite().all(1)]
+            torch.testing.assert_close(sums[-1], each.sum(0), rtol=1e-5, atol=1e-6)
+    assert float((sums[1] - sums[0]).norm()) <= bound
+
+
+def test_views_that_agree_count_once():
+    """Clipped one by one and added, three of them would move a direction by three times the bound."""
+    (x, y), bound = tensors(1), 0.05
+    parts = Parts(x, y, views=lambda x: [x] * 3)
+    walk = parts.walk(rule=Full(parts.rule), bound=bound)
+    walk.step(parts.loader)
+    assert float(walk.place.norm() / walk._rate * 10) == pytest.approx(bound, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:using grad_sample_mode='functorch'")
+@pytest.mark.parametrize("make", [_deep, Squared])
+def test_curvature_and_losses_are_those_of_records_as_they_are(make):
+    """With views or without, the metric, the scale and the losses at two places are the same."""
+    found = []
+    for views in (None, _views):
+        model = make().double()
+        bench = Parts(*tensors(6), model=model, views=views).bench
+        loader, places = _loader(6), [torch.full((bench.map.dim,), t, dtype=torch.float64) for t in (0.0, 0.1)]
+        curved = looks.traces(bench, loader, np.random.default_rng(7))
+        sums = looks.factors(bench, loader, np.random.default_rng(7)).factors if looks.blocks(bench) else []
+        found.append([torch.from_numpy(curved), *sums, looks.losses(bench, loader, places)])
+    assert len(found[0]) == (6 if make is _deep else 2)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_views_are_drawn_afresh_in_every_run():
+    """Under a seed that is known; the noise is the same in all runs."""
+
+    def shifted(x):
+        return [x, x + torch.randn(())]
+
+    found = []
+    for views in (None, _views, shifted, shifted):
+        torch.manual_seed(0)
+        engine = ExpMQuadEngine(noise_generator=np.random.default_rng(3))
+        found.append(_released(_deep(), engine=engine, views=views, epsilon=10.0))
+    assert not any(same(*pair) for pair in itertools.combinations(found, 2))
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -700,6 +700,29 @@ def directions_have_their_noise():
     assert abs(float(torch.stack(steps).var(0).mean()) / 0.09 - 1) < 0.2
 
 
+def views_of_a_record_are_clipped_together():
+    """Five views that agree, of one record: a direction as long as the bound, and no longer."""
+    x = torch.ones(1, 1, dtype=torch.float64)
+    model, bound = nn.Linear(1, 1).double(), 0.05
+    measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), views=lambda x: [x] * 5, progress=False)
+    bench, loader = passes.Workbench(model, measurement), DataLoader(TensorDataset(x, x + 9), batch_size=4)
+    books = ExpMQuadEngine(noise_generator=np.random.default_rng(0)).books()
+    walk = learned.Walk(bench, loader, Questions(books, 1.0, 1e-5, 1), Rule(1.0, 1e-5, 1, 1, True), bound, 1.0, 1.0)
+    total = walk.open(None)
+    total.add(x, x + 9)
+    assert float(total.sums().gradient.norm()) <= bound
+
+
+def bounds_with_views_are_of_what_is_clipped():
+    """Views that cancel each other: the mean's gradient is small, and so is its norm."""
+    x = torch.ones(1, 1, dtype=torch.float64)
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), views=lambda x: [x, -x], progress=False)
+    loader = DataLoader(TensorDataset(x, 9 * x), batch_size=4)
+    assert looks.gradient_norms(passes.Workbench(model, measurement), loader)[0] < 1e-9
+
+
 def losses_are_clipped():
     """A record of enormous loss moves the sum by no more than its μ."""
     sums = []
@@ -784,6 +807,28 @@ def _less_noise(patch):
         self.rule = rule
 
     patch.setattr(learned.Walk, "advance", wrong)
+
+
+def _each_view_clipped(patch):
+    """Views as records of their own, each of which is clipped and added."""
+    right = passes.Workbench.seen
+
+    def seen(self, stream):
+        for inputs, targets in right(self, stream):
+            yield inputs.flatten(0, 1), targets.flatten(0, 1)
+
+    patch.setattr(passes.Workbench, "seen", seen)
+    patch.setattr(passes, "EachView", lambda source: source)
+
+
+def _norms_of_plain_records(patch):
+    right = looks.gradient_norms
+    patch.setattr(looks, "gradient_norms", lambda bench, loader: right(_prepared(bench, loader).plain(), loader))
+
+
+def _prepared(bench, loader):
+    looks.prepare(bench, loader)
+    return bench
 
 
 def _unclipped_losses(patch):
@@ -1252,6 +1297,8 @@ DEFECTS = (
 DEFECTS += (
     Defect("the span of a direction without noise", _without_noise, directions_have_their_noise),
     Defect("losses not clipped", _unclipped_losses, losses_are_clipped),
+    Defect("each view of a record clipped by itself", _each_view_clipped, views_of_a_record_are_clipped_together),
+    Defect("norms without views", _norms_of_plain_records, bounds_with_views_are_of_what_is_clipped),
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),
     Defect("a bound read off the data", _bound_off_the_data, bounds_are_drawn),
     Defect("sampled sums that are not charged", _run_not_charged, the_run_is_in_the_ledger),

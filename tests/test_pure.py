@@ -205,7 +205,6 @@ def test_a_direction_that_fails_leaves_what_was_charged(monkeypatch):
 REFUSED = [
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"delta": -0.1}, "delta must be in"),
-    ({}, {"views": lambda x: [x, -x]}, "views have no part"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
     ({"secure_mode": True}, {}, "secure_mode has no learned rounds"),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
@@ -244,10 +243,10 @@ BOUND, GUESS = 0.7, 0.4
 class Parts:
     """What pure rounds ask of a loader, with given noise."""
 
-    def __init__(self, x, y):
+    def __init__(self, x, y, views=None):
         self.loader = DataLoader(TensorDataset(x, y), batch_size=16)
         engine = ExpMQuadEngine(noise_generator=np.random.default_rng(0))
-        measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
+        measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), views=views, nominal_size=10, progress=False)
         self.rounds = PureRounds(self.loader, measurement, EPSILON, engine.books())
         self.bench = Workbench(_model(), measurement)
         looks.prepare(self.bench, self.loader)
@@ -262,12 +261,13 @@ class Parts:
         self.rounds._questions.ask = spy
 
 
+@pytest.mark.parametrize("views", [None, lambda x: [x, x + 0.5, -4 * x]], ids=["plain", "views"])
 @pytest.mark.parametrize("name", ODD)
-def test_a_direction_is_shifted_by_at_most_its_bound(name, monkeypatch):
+def test_a_direction_is_shifted_by_at_most_its_bound(name, views, monkeypatch):
     monkeypatch.setattr(pure, "isotropic_noise", lambda dim, _: np.zeros(dim))
     sums = []
     for data in neighbours(name):
-        parts = Parts(*data)
+        parts = Parts(*data, views)
         parts.rounds._direction(parts.bench, parts.rule, BOUND)
         ((costs, answer),) = parts.answers
         sums.append(answer)

@@ -1,5 +1,8 @@
 """What a loader shows of a workbench's model beside its gradients: curvature, norms, losses and errors.
 
+With views, the gradients' norms are those of the means over a record's views, which are what is clipped. Everything else is
+of the records as they are, which is what the model is going to be used on and takes a pass of one view.
+
 **Privacy:** everything here is private where the loader is, one number or a few for every record; see who calls it for what
 is released.
 """
@@ -53,7 +56,7 @@ def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor,
 
 def blocks(bench: Workbench) -> tuple[Block, ...]:
     """The layers that are matrices, where hooks serve the model; none otherwise."""
-    hooked = isinstance(bench.prepared[0], ProjectedGradSampleModule)
+    hooked = isinstance(bench.plain().prepared[0], ProjectedGradSampleModule)
     return tuple(bench.blocks().values()) if hooked else ()
 
 
@@ -65,7 +68,7 @@ def factors(
     A model is too sure of public records that it was trained on: a loss of classes hardly curves there, and steps on other
     records would be too long. So the curvature of ``public`` records is that of a model that knows nothing.
     """
-    name = "public_loader" if public else "loader"
+    name, bench = "public_loader" if public else "loader", bench.plain()
 
     def once() -> FactorSums:
         stream = _few(bench, loader, name)
@@ -78,6 +81,7 @@ def factors(
 
 def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> Array:
     """|JᵀMz|² of every record, z ~ N(0, I) from ``random``: in the mean the trace of its Gauss-Newton matrix JᵀMMᵀJ."""
+    bench = bench.plain()
 
     def once() -> Array:
         found = []
@@ -151,6 +155,7 @@ def _of_outputs(bench: Workbench, loader: DataLoader[Any], number: Callable[[Ten
 
 def losses(bench: Workbench, loader: DataLoader[Any], places: Sequence[Tensor]) -> Tensor:
     """ℓ of every record at several places ξ (n, places), not finite where it is not; the bench stays at the last."""
+    bench = bench.plain()
     updates = [bench.lifted(place) for place in places]
 
     # In one pass: a loader that shuffles has another order in the next, and a row would be of several records.

@@ -104,6 +104,17 @@ class Workbench:
         found._criterion = self.prepared[1]
         return found
 
+    def plain(self) -> Workbench:
+        """The same workbench, which moves together with this one, where records are seen as they are: without views."""
+        if self.measurement.views is None:
+            return self
+        found = copy.copy(self)
+        found.measurement = replace(self.measurement, views=None)
+        source, loss = self.prepared
+        assert isinstance(source, EachView)
+        found._ready = (source.source, loss)
+        return found
+
     def move(self, coordinates: Tensor) -> None:
         """Let the following passes be made at θ* + Aξ: the working copy's weights move, and nothing is checked again."""
         self.shift(self.lifted(coordinates))

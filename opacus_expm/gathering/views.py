@@ -116,14 +116,14 @@ class EachView:
     """A way to find rows for batches (B, V, …) of views: outputs are (B, V, m), and rows are added up over the views."""
 
     def __init__(self, source: RowSource):
-        self._source = source
+        self.source = source
 
     def outputs_and_pullback(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Outputs (B, V, m) and a function from cotangents (B, r, V, m) to rows (B, r, k)."""
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         shape = tensors[0].shape[:2]
         flat = pytree.tree_map(lambda t: t.flatten(0, 1) if isinstance(t, Tensor) else t, inputs)
-        outputs, pullback = self._source.outputs_and_pullback(flat)
+        outputs, pullback = self.source.outputs_and_pullback(flat)
         if outputs.dim() != 2:
             raise ValueError(
                 f"views need a model with outputs (batch, outputs), got {outputs.dim()} dimensions; leave views out"

@@ -121,6 +121,16 @@ def test_options_are_those_of_the_rounds(name):
     assert torch.equal(flat(loop.module), flat(expected))
 
 
+def test_views_in_a_loop_are_those_of_its_rounds():
+    views = {"views": lambda x: [x, x.flip(1)]}
+    loop = make_sampled(target_epsilon=20.0, **views)
+    for _ in range(5):
+        loop.epoch()
+    expected, plain = (reference(5, epsilon=20.0, **given)[0] for given in (views, {}))
+    assert torch.equal(flat(loop.module), flat(expected))
+    assert not torch.allclose(flat(loop.module), flat(plain), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", quick.only([4], [1, 3, 4, 16]))
 def test_how_many_records_are_seen_at_a_time_changes_rounding_alone(size):
     whole, cut = make_sampled(target_epsilon=20.0), make_sampled(target_epsilon=20.0, max_physical_batch_size=size)
@@ -493,7 +503,6 @@ REFUSED = [
     ({"public_loader": make_loader(seed=1)}, ValueError, "public_loader has no meaning without radius="),
     ({"projection": "stiefel"}, ValueError, "projection has no meaning without radius="),
     ({"poisson_sampling": False}, ValueError, "every batch is a Poisson sample"),
-    ({"views": lambda x: [x, x]}, ValueError, "views have no part in learned rounds"),
     ({"epochs": 0}, ValueError, "epochs must be a positive integer"),
     ({"target_epsilon": 0.0}, ValueError, "target_epsilon must be greater than 0"),
     ({"engine": ExpMQuadEngine(adjacency="replace_one")}, ValueError, "adjacency='add_remove'"),
