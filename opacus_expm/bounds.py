@@ -30,7 +30,7 @@ from opacus_expm.accounting.events import Purchase
 from opacus_expm.books import Books
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.passes import Remembered, Workbench
-from opacus_expm.mechanism.choices import Uniforms
+from opacus_expm.mechanism.choices import Source
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import grid_counts, private_quantile, reliable_epsilon
 
@@ -120,11 +120,11 @@ class Bounds:
         for purchase in purchases:
             _warn_if_unreliable(purchase.epsilon_range, nominal_size, purchase.quantile)
         remembered = bench.remember(loader, curvature=self.curvature, ranks=ranks)
-        uniforms = books.noise.uniforms() if ranks.leads else None
+        source = books.noise.source() if ranks.leads else None
         found = {}
         for purchase in purchases:
             counts = ranks.summed(torch.from_numpy(grid_counts(remembered.norms[purchase.bound]))).numpy()
-            choose = functools.partial(_chosen, purchase, counts, uniforms)
+            choose = functools.partial(_chosen, purchase, counts, source)
             found[purchase.bound] = float(books.drawn(purchase, admission, choose, _chosen(purchase, None, None)))
         return self._settled(found, "bought", frozenset(p.receipt for p in purchases)), remembered
 
@@ -138,11 +138,11 @@ class Bounds:
         return ClippingBounds(c_g, c_h, source, receipts)
 
 
-def _chosen(purchase: Purchase, counts: Array | None, uniforms: Uniforms | None) -> Tensor:
+def _chosen(purchase: Purchase, counts: Array | None, source: Source | None) -> Tensor:
     """The point of the grid that a purchase came to; not a number on a rank that does not lead."""
     bound = math.nan
-    if counts is not None and uniforms is not None:
-        bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, purchase.adjacency, uniforms)
+    if counts is not None and source is not None:
+        bound = private_quantile(counts, purchase.quantile, purchase.epsilon_range, purchase.adjacency, source)
     return torch.tensor([bound], dtype=torch.float64)
 
 

@@ -506,7 +506,7 @@ class ExpMQuadEngine(NotCopied):
             "simulate() draws models that are NOT releases: nothing is charged and the results are not private",
         )
         density = statistics.density(calibrated.inverse_temperature, radius, budget.ridge(statistics))
-        coordinates = Exact().sample(density, self.noise.source(), draws)
+        coordinates = Exact().sample(density, self.noise.ordinary(), draws)
         return np.array([float(evaluate(statistics.module_at(xi))) for xi in coordinates])
 
     def get_epsilon(self, delta: float = 0.0) -> float:

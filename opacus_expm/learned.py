@@ -44,6 +44,7 @@ from opacus_expm import _check, _warnings, words
 from opacus_expm._bars import bar
 from opacus_expm._private import PrivateValues
 from opacus_expm.accounting.admission import Admission
+from opacus_expm.accounting.composition import delta_beside_failures
 from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
@@ -53,7 +54,7 @@ from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Pass, Workbench
 from opacus_expm.gathering.samples import sampled
 from opacus_expm.mechanism import curves
-from opacus_expm.mechanism.choices import symmetric_noise
+from opacus_expm.mechanism.choices import Source, symmetric_noise
 from opacus_expm.mechanism.quantiles import GRID
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
@@ -234,11 +235,13 @@ class LearnedRounds:
         return Walk(bench, self._loader, self._questions, rule, bound, guess, time / geometry.damping / rule.steps)
 
     def _rule(self, bench: Workbench, layers: int, bounded: bool) -> Rule:
-        """The rule for a model with so many layers."""
+        """The rule for a model with so many layers, at the δ that is left beside what secure mode's answers may fail by."""
         asked = self._questions
         known = (asked.epsilon, asked.delta, asked.size, layers, bounded)
         head = layers == 1 and bench.moves_head_alone()
-        return Rule(*known, head, epochs=self._epochs, public=self._public is not None)
+        rule = Rule(*known, head, epochs=self._epochs, public=self._public is not None)
+        failure = (len(rule.queries()) + 1) * asked.books.noise.failure_probability
+        return replace(rule, delta=delta_beside_failures(asked.epsilon, asked.delta, failure))
 
     def _likely(self, bench: Workbench) -> Rule:
         """The rule as far as it is known without data: as if hooks served the model wherever they are allowed."""
@@ -277,10 +280,10 @@ class LearnedRounds:
         shares = sums.shares if rule.layers > 1 else sums.shares[:0]  # one layer has all
 
         def noisy() -> Tensor:
-            random = asked.books.noise.source()
-            parts = [t + deviation * torch.from_numpy(symmetric_noise(len(t), random)) for t in matrices]
+            noise, source = asked.books.noise, asked.books.noise.source()
+            parts = [noise.added(t, symmetric_noise(len(t), source), deviation) for t in matrices]
             if len(shares):
-                parts.append(shares + deviation * torch.from_numpy(random.standard_normal(len(shares))))
+                parts.append(noise.added(shares, source.standard_normal(len(shares)), deviation))
             return torch.cat([part.flatten() for part in parts])
 
         sizes = [*(t.numel() for t in matrices), len(shares)]
@@ -348,7 +351,7 @@ class Walk(PrivateValues):
         self._total, self._count = self._place, 0
         self._rate, self._steps = rate, 0
         self._random = asked.books.noise.source()
-        self._chance: np.random.Generator | None = None
+        self._chance: Source | None = None
         plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
         asked.ask("directions", lambda: self._place, self._place, run=plan)
 
@@ -388,8 +391,9 @@ class Walk(PrivateValues):
         if self._steps == self.rule.steps:
             raise RuntimeError(f"all {self._steps} directions that were charged are drawn")
         rule, bound = self.rule, self._limits.max_grad_norm
-        noise = torch.from_numpy(self._random.standard_normal(len(total)))
-        direction = (total + bound * rule.noise_multiplier * noise) / (rule.sample_rate * self._asked.size)
+        noise = self._random.standard_normal(len(total))
+        noisy = self._asked.books.noise.added(total, noise, bound * rule.noise_multiplier)
+        direction = noisy / (rule.sample_rate * self._asked.size)
         self._steps += 1
         self._place = self._place - self._rate * direction
         if self._steps > rule.steps * (1 - _AVERAGED):
@@ -450,8 +454,6 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
         raise ValueError(f"learned rounds run in one process, and torch.distributed has several; {way_out}")
     if books.adjacency != "add_remove":
         raise ValueError(f"learned rounds are counted under adjacency='add_remove', got {books.adjacency!r}; {way_out}")
-    if books.noise.secure:
-        raise ValueError(f"secure_mode has no learned rounds yet; {way_out}")
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
         raise ValueError(
             f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"

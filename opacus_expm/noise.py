@@ -6,11 +6,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from opacus_expm.mechanism.choices import Uniforms, chosen
+from opacus_expm.mechanism.choices import Source, chosen
 from opacus_expm.mechanism.density import Array, BallGaussian
 from opacus_expm.mechanism.sampling import Exact
-from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, FixedWork, SystemNoise, proposals_needed, within_reach
+from opacus_expm.mechanism.secure import (
+    FAILURE_PROBABILITY,
+    SUM_GRID,
+    FixedWork,
+    SystemNoise,
+    proposals_needed,
+    within_reach,
+)
 
 
 @dataclass(frozen=True)
@@ -48,23 +56,33 @@ class Noise:
 
     @property
     def failure_probability(self) -> float:
-        """Total variation between a draw and the exact mechanism."""
+        """Total variation between a draw, or an answer, and the exact mechanism."""
         return FAILURE_PROBABILITY if self.secure else 0.0
 
-    def source(self) -> np.random.Generator:
-        """A generator of numbers."""
+    def source(self) -> Source:
+        """Where numbers come from that a release rests on."""
+        return SystemNoise() if self.secure else self.ordinary()
+
+    def ordinary(self) -> np.random.Generator:
+        """An ordinary generator, also in secure mode: for simulations and public seeds."""
         if isinstance(self.generator, torch.Generator):
             words = torch.randint(2**62, (4,), generator=self.generator, device=self.generator.device)
             return np.random.default_rng(words.tolist())
         return np.random.default_rng() if self.generator is None else self.generator
 
-    def uniforms(self) -> Uniforms:
-        """A source of uniform numbers for a choice among finitely many."""
-        return SystemNoise() if self.secure else self.source()
-
     def choose(self, logits: Array) -> int:
         """A candidate j with probability proportional to exp(logits[j])."""
-        return chosen(logits, self.uniforms())
+        return chosen(logits, self.source())
+
+    def added(self, total: Tensor, noise: Array, scale: float) -> Tensor:
+        """The total with so many times a standard noise; in secure mode on the public grid of spacing scale·2⁻¹⁰.
+
+        **Privacy:** that of the noise: rounding to a public grid is post-processing.
+        """
+        found = total + scale * torch.from_numpy(noise)
+        if not self.secure:
+            return found
+        return torch.round(found / (scale * SUM_GRID)) * (scale * SUM_GRID)
 
     def draw(self, density: BallGaussian, reach: float) -> Array:
         """One draw ξ from a density.
@@ -74,7 +92,7 @@ class Noise:
             reach: public bound on R|b| where no more than N records take part, for secure mode's fixed work.
         """
         if not self.secure:
-            found: Array = Exact().sample(density, self.source())[0]
+            found: Array = Exact().sample(density, self.ordinary())[0]
             return found
         fixed = FixedWork(proposals_needed(density.dim, reach))
         return fixed.sample(within_reach(density, reach), SystemNoise())

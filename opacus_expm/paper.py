@@ -349,7 +349,7 @@ def release(
     event = release_event(statistics, budget, charged, books, sampler=name)
 
     def sample(density: BallGaussian) -> Array:
-        return np.asarray(sampler.sample(density, books.noise.source())[0])
+        return np.asarray(sampler.sample(density, books.noise.ordinary())[0])
 
     return statistics.module_at(drawn(statistics, event, books, calibrated.inverse_temperature, sample))
 

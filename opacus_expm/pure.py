@@ -175,7 +175,7 @@ class PureRounds:
         _warn_if_faint(rule)
         try:
             if rule.dim < parameters:
-                seed = int(asked.books.noise.source().integers(2**63))
+                seed = int(asked.books.noise.ordinary().integers(2**63))
                 drawn = replace(self._measurement, subspace=Sparse(seed=seed), proj_dim=rule.dim)
                 bench = Workbench(model, drawn, bench.pieces)
             found = bench.module_at(self._walk(bench, rule, guess))
@@ -215,8 +215,8 @@ class PureRounds:
         total, epsilon = bench.in_memory(once, self._loader, "loader"), rule.direction_epsilon
 
         def noisy() -> Tensor:
-            noise = isotropic_noise(len(total), asked.books.noise.source())
-            return total + bound / epsilon * torch.from_numpy(noise)
+            noise = asked.books.noise
+            return noise.added(total, isotropic_noise(len(total), noise.source()), bound / epsilon)
 
         found = asked.ask("direction", noisy, torch.zeros_like(total), epsilon_range=2 * epsilon, pure=epsilon)
         unit: Tensor = found / found.norm()

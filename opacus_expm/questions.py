@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from opacus_expm.accounting.events import PlannedEvent, Query
 from opacus_expm.books import Books
 from opacus_expm.mechanism.density import Array
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_logits
+
+_Asked = TypeVar("_Asked", PlannedEvent, Query)
 
 
 @dataclass(eq=False)
@@ -50,7 +53,8 @@ class Questions:
         Raises:
             BudgetExceeded: it does not fit; nothing was charged.
         """
-        self._admission = self.books.accountant.admit([list(charges)], self.epsilon, self.delta, instead_of=instead_of)
+        plan = [self._with_failure(event) for event in charges]
+        self._admission = self.books.accountant.admit([plan], self.epsilon, self.delta, instead_of=instead_of)
 
     def end(self) -> None:
         """Release what is still reserved: nothing more is going to be asked."""
@@ -93,7 +97,13 @@ class Questions:
             self.books.noise.origin,
             pure,
         )
-        return self.books.drawn(event, self._admission, draw, like)
+        return self.books.drawn(self._with_failure(event), self._admission, draw, like)
+
+    def _with_failure(self, event: _Asked) -> _Asked:
+        """The event with the probability by which secure mode may fail: of sums with noise; a choice rounds nothing."""
+        noisy = event.mu < math.inf or event.runs or event.epsilon_pure < event.epsilon_range
+        failure = self.books.noise.failure_probability if noisy else 0.0
+        return replace(event, failure_probability=failure)
 
     def quantile(self, what: str, norms: Array, quantile: float, epsilon: float, base: Array | None = None) -> float:
         """A private quantile, over the intervals of the grid; its range is ε."""
@@ -115,6 +125,7 @@ class Questions:
         deviation = most / mu
 
         def noisy() -> Tensor:
-            return clipped + deviation * torch.from_numpy(self.books.noise.source().standard_normal(1))
+            noise = self.books.noise
+            return noise.added(clipped, noise.source().standard_normal(1), deviation)
 
         return float(self.ask(what, noisy, torch.zeros_like(clipped), mu=mu)), deviation

@@ -28,6 +28,7 @@ from opacus_expm.gathering.passes import Workbench
 from opacus_expm.learned import LearnedRounds, Walk
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
+from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, SUM_GRID, SystemNoise
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
@@ -386,6 +387,88 @@ def test_every_part_is_charged_before_it_is_drawn(monkeypatch):
     assert seen == [q.what for q in engine.accountant.releases]
 
 
+# --- secure mode -----------------------------------------------------------------------------------------------------
+
+
+def test_secure_rounds_carry_their_failures_and_stay_within_the_budget():
+    engine = ExpMQuadEngine(secure_mode=True, budget=(EPSILON, DELTA))
+    _released(_deep(), engine=engine)
+    held = engine.accountant.releases
+    sums = {"metric", "loss", "directions"}
+    assert {q.what for q in held} - sums == {"scale", "bound", "loss bound", "choice"}
+    assert [q.failure_probability for q in held] == [FAILURE_PROBABILITY if q.what in sums else 0.0 for q in held]
+    assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
+    assert engine.get_epsilon(0.0) == math.inf
+
+
+def test_the_noise_of_secure_rounds_makes_room_for_their_failures(monkeypatch):
+    """With failures that count, the rule has so much less of δ; and none of it outside secure mode."""
+    monkeypatch.setattr("opacus_expm.noise.FAILURE_PROBABILITY", 5e-8)
+    engines = [ExpMQuadEngine(secure_mode=s, budget=(EPSILON, DELTA)) for s in (False, True)]
+    noise = []
+    for engine in engines:
+        _released(_line(), engine=engine)
+        assert engine.get_epsilon(DELTA) <= EPSILON
+        noise.append(next(q.run[0] for q in engine.accountant.releases if q.run))
+    assert noise[1] > 1.005 * noise[0]
+    held = engines[1].accountant.releases
+    assert exact_total(held, [], DELTA).epsilon < 0.99 * EPSILON
+    assert exact_total(held, [], DELTA - 1e-7 * (1 + math.exp(EPSILON))).epsilon <= EPSILON
+
+
+def test_secure_rounds_use_the_systems_noise_alone(monkeypatch):
+    def refused(*_):
+        raise AssertionError("an ordinary generator")
+
+    monkeypatch.setattr(Noise, "ordinary", refused)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        engine = ExpMQuadEngine(secure_mode=True, noise_generator=np.random.default_rng(0))
+        found.append(_released(_deep(), engine=engine))
+        assert {q.noise for q in engine.accountant.releases} == {"system"}
+    assert not same(*found)
+
+
+def test_the_work_of_secure_noise_does_not_depend_on_the_data(monkeypatch):
+    """So many variates for as many records, whatever these are."""
+    taken = []
+
+    class Counting(SystemNoise):
+        def __init__(self):
+            super().__init__()
+            taken[-1].append(self)
+
+    monkeypatch.setattr("opacus_expm.noise.SystemNoise", Counting)
+    far = DataLoader(TensorDataset(*(100 * t for t in tensors(RECORDS))), batch_size=64)
+    for loader in (_loader(), far):
+        taken.append([])
+        _released(_deep(), loader, ExpMQuadEngine(secure_mode=True))
+    counts = [[noise.consumed for noise in run] for run in taken]
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) > 42 * 21
+
+
+def test_answers_of_secure_rounds_lie_on_the_grid(monkeypatch):
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
+    parts = Parts(*tensors(6))
+    object.__setattr__(parts.questions.books, "noise", Noise(secure=True))
+    parts.rounds.geometry(parts.bench, parts.rule, looks.blocks(parts.bench))
+    parts.rounds.losses(parts.bench, parts.rule, None)
+    walk = parts.walk(rule=Full(parts.rule), bound=0.7)
+    walk.step(parts.loader)
+    found = {
+        "metric": (parts.asked["metric"][0][1], 1 / parts.rule.factor_mu),
+        "loss": (parts.asked["loss"][0][1], 2.0 / parts.rule.loss_mu),
+        "direction": (walk.place / walk._rate * 10, 0.7 * parts.rule.noise_multiplier),
+    }
+    for answer, scale in found.values():
+        steps = answer / (scale * SUM_GRID)
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-6)
+        assert len(steps.unique()) == len(steps) or len(steps) > 20  # symmetric matrices hold numbers twice
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -393,7 +476,7 @@ REFUSED = [
     ({}, {"views": lambda x: [x - x.mean(0)], "loader": _loader(40)}, "views must treat every record alone"),
     ({}, {"views": lambda x: [], "loader": _loader(40)}, "views must give a list"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
-    ({"secure_mode": True}, {}, "secure_mode has no learned rounds"),
+    ({"secure_mode": True}, {"epsilon": 25.0, "loader": _loader(40)}, "delta must be greater than .* in secure_mode"),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
     ({}, {"max_grad_norm": 1.0}, "max_grad_norm has no meaning"),
     ({}, {"max_curvature": 0.0}, "max_curvature has no meaning"),
@@ -458,9 +541,6 @@ class Silent:
 
 class SilentNoise(Noise):
     def source(self):
-        return Silent()
-
-    def uniforms(self):
         return Silent()
 
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
+import random
 import sys
 import tempfile
 import threading
@@ -44,6 +45,7 @@ from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.randomness import Generators, freshly
 from opacus_expm.gathering.views import with_own_views, with_views
 from opacus_expm.mechanism import curves, sampling, secure
+from opacus_expm.mechanism.choices import isotropic_noise
 from opacus_expm.mechanism.density import BallGaussian
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, private_quantile
 from opacus_expm.mechanism.sensitivity import Sensitivity
@@ -662,11 +664,12 @@ def public_data_is_not_private():
 class _Learned:
     """Learned rounds over a few records and what is given them further, ready to be asked for one part."""
 
-    def __init__(self, more=(), seed=0, rule=None):
+    def __init__(self, more=(), seed=0, rule=None, engine=None):
         x = torch.tensor([0.3, -0.2, 0.5, *more], dtype=torch.float64).reshape(-1, 1)
         self.loader = DataLoader(TensorDataset(x, x + 1), batch_size=16)
         measurement = Measurement(Sparse(seed=0), None, nn.MSELoss(), nominal_size=10, progress=False)
-        books = ExpMQuadEngine(noise_generator=np.random.default_rng(seed)).books()
+        engine = ExpMQuadEngine(noise_generator=np.random.default_rng(seed)) if engine is None else engine
+        books = engine.books()
         self.rounds = learned.LearnedRounds(self.loader, measurement, 1.0, 1e-5, books)
         self.rule = Rule(1.0, 1e-5, 10, 2, False) if rule is None else rule
         self.questions = self.rounds._questions
@@ -688,10 +691,39 @@ class _Learned:
         return learned.Walk(self.bench, self.loader, self.questions, self.rule, bound, guess, rate=10.0)
 
 
-def directions_have_their_noise():
+def secure_directions_have_their_noise():
+    """From the operating system's source, which is a seeded one here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure.os, "urandom", random.Random(4).randbytes)
+        directions_have_their_noise(ExpMQuadEngine(secure_mode=True))
+
+
+def secure_answers_lie_on_the_grid():
+    found = _Learned(engine=ExpMQuadEngine(secure_mode=True))
+    sums = torch.tensor([0.1, 0.2, 0.3])
+    _, deviation = found.questions.clipped_sum("loss", sums, 1.0, 0.5)
+    steps = found.answers[-1] / (deviation * secure.SUM_GRID)
+    assert abs(float(steps - steps.round())) < 1e-6
+    assert deviation == 2.0
+
+
+def secure_answers_are_charged_with_their_failures():
+    engine = ExpMQuadEngine(secure_mode=True)
+    _Learned(engine=engine).questions.clipped_sum("loss", torch.tensor([0.1]), 1.0, 0.5)
+    assert engine.accountant.releases[-1].failure_probability == secure.FAILURE_PROBABILITY
+
+
+def secure_isotropic_noise_has_its_length():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure.os, "urandom", random.Random(4).randbytes)
+        lengths = [np.linalg.norm(isotropic_noise(3, secure.SystemNoise())) for _ in range(2000)]
+    assert stats.kstest(lengths, stats.gamma(3).cdf).pvalue > 1e-3
+
+
+def directions_have_their_noise(engine=None):
     """A step's deviation is Cσ in every coordinate, over and over."""
     full = SimpleNamespace(sample_rate=1.0, noise_multiplier=3.0, steps=1)
-    found = _Learned(rule=full)
+    found = _Learned(rule=full, engine=engine)
     steps = []
     for _ in range(200):
         walk = found.walk()
@@ -807,6 +839,25 @@ def _less_noise(patch):
         self.rule = rule
 
     patch.setattr(learned.Walk, "advance", wrong)
+
+
+def _half_of_secure_normals(patch):
+    right = secure.normals
+    patch.setattr(secure, "normals", lambda *words: right(*words) / 2)
+
+
+def _half_of_secure_gammas(patch):
+    right = secure.SystemNoise.standard_gamma
+    patch.setattr(secure.SystemNoise, "standard_gamma", lambda *shape: right(*shape) / 2)
+
+
+def _no_grid(patch):
+    right = Noise.added
+    patch.setattr(Noise, "added", lambda self, *sum_: right(Noise(), *sum_))
+
+
+def _no_failures(patch):
+    patch.setattr(Noise, "failure_probability", 0.0)
 
 
 def _each_view_clipped(patch):
@@ -1297,6 +1348,14 @@ DEFECTS = (
 DEFECTS += (
     Defect("the span of a direction without noise", _without_noise, directions_have_their_noise),
     Defect("losses not clipped", _unclipped_losses, losses_are_clipped),
+    Defect("half of secure mode's noise", _half_of_secure_normals, secure_directions_have_their_noise),
+    Defect(
+        "half the length of secure K-norm noise",
+        _half_of_secure_gammas,
+        secure_isotropic_noise_has_its_length,
+    ),
+    Defect("secure sums in all their bits", _no_grid, secure_answers_lie_on_the_grid),
+    Defect("secure sums that never fail", _no_failures, secure_answers_are_charged_with_their_failures),
     Defect("each view of a record clipped by itself", _each_view_clipped, views_of_a_record_are_clipped_together),
     Defect("norms without views", _norms_of_plain_records, bounds_with_views_are_of_what_is_clipped),
     Defect("half of the symmetric noise", _half_symmetric, the_metric_has_its_noise),

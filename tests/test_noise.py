@@ -6,10 +6,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from small_problem import GOOD, Untouchable, gathered, make_loader, make_model, same
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_expm import ExpMAccountant, ExpMQuadEngine, NoGuarantee, NotGuaranteed, Sparse, Stiefel
+from opacus_expm.gathering.samples import sampled
+from opacus_expm.mechanism import secure
+from opacus_expm.mechanism.choices import isotropic_noise
 from opacus_expm.mechanism.secure import FAILURE_PROBABILITY, SystemNoise
 from opacus_expm.noise import Noise
 
@@ -161,9 +165,86 @@ def test_secure_uniforms_are_the_systems():
     found = []
     for _ in range(2):
         _seed_everything()
-        found.append(Noise(np.random.default_rng(0), True).uniforms().random(4))
+        found.append(Noise(np.random.default_rng(0), True).source().random(4))
     assert not np.array_equal(*found)
-    assert isinstance(Noise(secure=True).uniforms(), SystemNoise)
+    assert isinstance(Noise(secure=True).source(), SystemNoise)
+
+
+def _seeded_system(monkeypatch, seed=4):
+    """The operating system's noise, replaced by a seeded stream."""
+    monkeypatch.setattr(secure.os, "urandom", random.Random(seed).randbytes)
+
+
+def test_secure_sums_have_their_noise_and_lie_on_the_grid(monkeypatch):
+    _seeded_system(monkeypatch)
+    noise, total = Noise(secure=True), torch.linspace(-1e4, 1e4, 20_000, dtype=torch.float64)
+    found = (noise.added(total, noise.source().standard_normal(len(total)), 3.0) - total).numpy() / 3.0
+    for scale, fits in ((1.0, True), (0.9, False), (0.5, False)):
+        assert (stats.kstest(found / scale, "norm").pvalue > 1e-3) == fits
+    on_grid = (found * 3.0 + total.numpy()) / (3.0 * secure.SUM_GRID)
+    np.testing.assert_allclose(on_grid, np.round(on_grid), atol=1e-6)
+    plain = Noise(np.random.default_rng(0))
+    off = plain.added(total, plain.source().standard_normal(len(total)), 3.0).numpy() / (3.0 * secure.SUM_GRID)
+    assert np.abs(off - np.round(off)).max() > 0.4
+
+
+def test_sums_that_differ_by_less_than_the_grid_lie_on_the_same_one(monkeypatch):
+    """The last bits of an answer say nothing: both data sets have the same possible answers."""
+    numbers = []
+    for total in (0.1, 0.1 + 1e-7):
+        _seeded_system(monkeypatch)
+        noise = Noise(secure=True)
+        z = noise.source().standard_normal(2000)
+        numbers.append(noise.added(torch.full((2000,), total, dtype=torch.float64), z, 1.0).numpy())
+    assert np.mean(numbers[0] == numbers[1]) > 0.999  # all but those next to a step
+    assert np.mean(numbers[0] == (0.1 + 1e-7 + z)) < 0.01  # without the grid every one of them would tell
+
+
+def test_gamma_numbers_have_their_law(monkeypatch):
+    _seeded_system(monkeypatch)
+    for shape in (1, 3, 40):
+        found = [SystemNoise().standard_gamma(shape) for _ in range(4000)]
+        assert stats.kstest(found, stats.gamma(shape).cdf).pvalue > 1e-3
+        for wrong in (stats.gamma(shape + 1), stats.gamma(shape, scale=0.9)):
+            assert stats.kstest(found, wrong.cdf).pvalue < 1e-3
+
+
+def _isotropic(monkeypatch, k, seed, change):
+    """Isotropic noise of secure mode from the same random bits, with its uniform numbers changed."""
+    right = secure.uniforms
+    with monkeypatch.context() as patch:
+        _seeded_system(patch, seed)
+        patch.setattr(secure, "uniforms", lambda words, bits=64: change(right(words, bits)))
+        return isotropic_noise(k, SystemNoise())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 50, 3000])
+def test_isotropic_noise_is_moved_by_less_than_a_sixteenth_of_the_grid(k, monkeypatch):
+    """By the bits that are not drawn, as far as they could move a uniform number; after 12 bits they would be too many."""
+
+    def moved(change):
+        pairs = ((_isotropic(monkeypatch, k, seed, c) for c in (lambda u: u, change)) for seed in range(60))
+        return max(np.abs(one - other).max() for one, other in pairs)
+
+    assert 0 < moved(lambda u: u * (1 + 2.0**-51) + 2.0**-128) < secure.SUM_GRID / 16
+    assert moved(lambda u: u * (1 + 2.0**-12 * np.arange(1, len(u) + 1) / len(u))) > secure.SUM_GRID / 16
+
+
+def test_spawned_generators_are_ordinary_and_the_systems():
+    found = []
+    for _ in range(2):
+        _seed_everything()
+        found += [g.random(3) for g in Noise(np.random.default_rng(0), True).source().spawn(2)]
+    assert len({tuple(f) for f in found}) == 4
+
+
+def test_a_secure_poisson_sample_has_its_rate(monkeypatch):
+    _seeded_system(monkeypatch)
+    data = torch.arange(4000.0)[:, None]
+    loader = DataLoader(TensorDataset(data, data), batch_size=64)
+    taken = [len(sampled(loader, 0.3, Noise(secure=True).source()).dataset) for _ in range(20)]
+    for rate, fits in ((0.3, True), (0.32, False)):
+        assert (stats.binomtest(sum(taken), 80_000, rate).pvalue > 1e-3) == fits
 
 
 def test_a_generators_state_is_not_shown():

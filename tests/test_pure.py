@@ -2,11 +2,13 @@
 
 import copy
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 from odd_records import ODD, neighbours, tensors
+from scipy import stats
 from small_problem import Stream, Untouchable, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,8 +20,10 @@ from opacus_expm.gathering import looks
 from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.mechanism import secure
 from opacus_expm.mechanism.calibration import ROUNDING_MARGIN
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
+from opacus_expm.mechanism.secure import FAILURE_PROBABILITY
 from opacus_expm.noise import Noise
 from opacus_expm.pure import PureRounds, PureRule
 from opacus_expm.subspaces.sparse import Sparse
@@ -200,13 +204,52 @@ def test_a_direction_that_fails_leaves_what_was_charged(monkeypatch):
     engine.accountant.record(Query("other", EPSILON, 0.0, RECORDS, epsilon_range=EPSILON / 4))  # what the length had
 
 
+def test_secure_rounds_carry_their_failures():
+    """So no pure total is left; at a δ as small as 1e-9 it is the ε that was asked for, and a pure budget refuses."""
+    engine = ExpMQuadEngine(secure_mode=True, budget=(EPSILON, 1e-9))
+    _released(_model(), engine=engine)
+    held = engine.accountant.releases
+    failing = [FAILURE_PROBABILITY if q.what == "direction" else 0.0 for q in held]
+    assert [q.failure_probability for q in held] == failing
+    assert any(failing)
+    assert engine.get_epsilon(0.0) == math.inf
+    assert 0.999 * EPSILON < engine.get_epsilon(1e-9) <= EPSILON
+    refused = ExpMQuadEngine(secure_mode=True, budget=(EPSILON, 0.0))
+    with pytest.raises(BudgetExceeded):
+        _released(_model(), DataLoader(Untouchable(RECORDS), batch_size=64), refused)
+
+
+def test_a_secure_direction_has_its_noise(monkeypatch):
+    """The length of the noise, C/ε_d times a number of the law Gamma(k), and the public grid."""
+    monkeypatch.setattr(secure.os, "urandom", random.Random(5).randbytes)
+    parts, lengths = Parts(*tensors(6)), []
+    total = _without_noise(parts)
+    object.__setattr__(parts.rounds._questions.books, "noise", Noise(secure=True))
+    unit = BOUND / parts.rule.direction_epsilon
+    for _ in range(150):
+        parts.rounds._direction(parts.bench, parts.rule, BOUND)
+        answer = parts.answers[-1][1]
+        lengths.append(float((answer - total).norm()) / unit)
+        steps = answer / (unit * secure.SUM_GRID)
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-6)
+    for scale, fits in ((1.0, True), (0.5, False), (1.2, False)):
+        assert (stats.kstest(lengths, stats.gamma(21, scale=scale).cdf).pvalue > 1e-3) == fits
+
+
+def _without_noise(parts):
+    """The clipped sum of a direction."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pure, "isotropic_noise", lambda dim, _: np.zeros(dim))
+        parts.rounds._direction(parts.bench, parts.rule, BOUND)
+    return parts.answers[-1][1]
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"delta": -0.1}, "delta must be in"),
     ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
-    ({"secure_mode": True}, {}, "secure_mode has no learned rounds"),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
     ({}, {"rounds": 2}, "rounds has no meaning"),
     ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set"),

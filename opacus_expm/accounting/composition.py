@@ -132,6 +132,24 @@ def failure_delta(epsilon: float, failure: float) -> float:
     return (1 + math.exp(min(epsilon, 700.0))) * failure
 
 
+def delta_beside_failures(epsilon: float, delta: float, failure: float) -> float:
+    """The δ at which exact draws have to cost ε, so that draws within ``failure`` of them are (ε, δ)-DP together.
+
+    A little less, so that ``total_epsilon``, which counts failures at a somewhat larger ε, says so too.
+
+    Raises:
+        ValueError: failures alone take δ.
+    """
+    left = delta - (failure_delta(epsilon + 1, failure) if failure > 0 else 0.0)
+    if left <= delta / 2:
+        raise ValueError(
+            f"delta must be greater than {2 * failure_delta(epsilon + 1, failure):.2g} at epsilon={epsilon:g} in "
+            f"secure_mode, whose draws are within {failure:.2g} of exact ones, got {delta!r}; ask for a smaller epsilon or "
+            "a larger delta"
+        )
+    return left
+
+
 def exact_total(events: Sequence[Cost], steps: Sequence[Steps], delta: float) -> Total:
     """The least valid ε at δ if every draw were exact."""
     events, steps = with_runs(events, steps)

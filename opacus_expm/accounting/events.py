@@ -306,6 +306,7 @@ class Query:
         adjacency: ``"add_remove"`` or ``"replace_one"``; a run is for the first.
         noise: ``"system"`` or ``"given"``, as in ``Release``.
         pure: ε of a draw whose privacy loss fills [−ε, ε], so that its range is 2ε; None where the range is the pure ε.
+        failure_probability: total variation between the answer and the exact one, 0 outside secure mode.
     """
 
     what: str
@@ -319,16 +320,17 @@ class Query:
     adjacency: str = "add_remove"
     noise: str = "system"
     pure: float | None = None
+    failure_probability: float = 0.0
 
     kind = "query"
-    failure_probability = 0.0
     flaw = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.what, str) or not self.what:
             raise TypeError(f"what must be a name, got {self.what!r}")
         _check.positive("epsilon", self.epsilon)
-        _check.fraction("delta", self.delta)
+        for name in ("delta", "failure_probability"):
+            _check.fraction(name, getattr(self, name))
         for name in ("nominal_size", "number"):
             _check.positive_int(name, getattr(self, name))
         for name in _COSTS:
@@ -357,8 +359,7 @@ class Query:
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain JSON values."""
-        facts = dataclasses.asdict(self)
-        return {"kind": self.kind, **_plain({**facts, "run": None if self.run is None else list(self.run)})}
+        return {"kind": self.kind, **_plain(dataclasses.asdict(self) | {"run": self.run and list(self.run)})}
 
     @classmethod
     def from_dict(cls, facts: Any) -> Query:
@@ -367,7 +368,7 @@ class Query:
         Raises:
             ValueError: there are missing or unknown facts, or values that no query can have.
         """
-        return _read(cls, facts, later={"pure"})
+        return _read(cls, facts, later={"pure", "failure_probability"})
 
 
 # Every kind of event that a ledger may hold, by name.
@@ -470,8 +471,7 @@ def check_draw(*, sampler: str, noise: str) -> None:
     Raises:
         NoGuarantee: the sampler is not exact, or the noise is not the operating system's.
     """
-    flaw = _flaw_of_sampler(sampler)
-    if flaw is not None:
+    if (flaw := _flaw_of_sampler(sampler)) is not None:
         raise NoGuarantee(flaw)
     _check_noise(noise)
 

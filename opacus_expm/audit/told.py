@@ -28,6 +28,7 @@ from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
 from opacus_expm.gathering.samples import sampled
 from opacus_expm.learned import LearnedRounds, Walk
+from opacus_expm.mechanism.choices import Source
 from opacus_expm.mechanism.density import Array
 from opacus_expm.noise import Noise
 from opacus_expm.questions import Questions
@@ -73,9 +74,9 @@ class _ToldNoise(Noise):
 
     script: Script = field(default_factory=Script, repr=False)
 
-    def source(self) -> np.random.Generator:
+    def source(self) -> Source:
         """The script, which has those methods of a generator that learned rounds use."""
-        return cast(np.random.Generator, self.script)
+        return cast(Source, self.script)
 
     def choose(self, logits: Array) -> int:
         """The candidate that was told."""
@@ -142,7 +143,7 @@ class Side:
         rate = self.rule.sample_rate
         self.tell(normal)
         self.script.uniforms = np.where(sample, np.nextafter(rate, 0.0), rate)
-        walk.step(sampled(self.loader, rate, cast(np.random.Generator, self.script)))
+        walk.step(sampled(self.loader, rate, cast(Source, self.script)))
         return float(walk.place)
 
     def tell(self, *normals: float | Array, picks: Sequence[int] = ()) -> None:

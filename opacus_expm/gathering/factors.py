@@ -31,6 +31,7 @@ from opacus_expm.gathering.clipping import at_outputs, padded
 from opacus_expm.gathering.criteria import Criterion
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
 from opacus_expm.gathering.layers import PositionPairs, is_matrix
+from opacus_expm.mechanism.choices import Source
 from opacus_expm.subspaces.layout import Layout
 from opacus_expm.subspaces.metric import Block
 
@@ -97,9 +98,7 @@ def head_alone(module: nn.Module, layout: Layout) -> bool:
     return block.outputs * block.width == layout.size
 
 
-def random_cotangent(
-    criterion: Criterion, outputs: Tensor, targets: Tensor, count: int, random: np.random.Generator
-) -> Tensor:
+def random_cotangent(criterion: Criterion, outputs: Tensor, targets: Tensor, count: int, random: Source) -> Tensor:
     """Mz of the first ``count`` records, MMᵀ = ∇²_f ℓ and z ~ N(0, I); 0 for those that fill the batch up."""
     _, factor = at_outputs(criterion, outputs, targets)
     z = factor.new_zeros((*factor.shape[:-2], factor.shape[-1], 1))
@@ -112,7 +111,7 @@ def factor_sums(
     blocks: dict[nn.Module, Block],
     criterion: Criterion,
     stream: Iterable[tuple[Any, Tensor, int | None]],
-    random: np.random.Generator,
+    random: Source,
 ) -> FactorSums:
     """The factors of one pass over records, which come with a number to fill them up to; ``random`` gives z and signs.
 

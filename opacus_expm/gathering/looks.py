@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,6 +21,7 @@ from opacus_expm.gathering.criteria import undecided
 from opacus_expm.gathering.factors import FactorSums, factor_sums, random_cotangent
 from opacus_expm.gathering.hooks import ProjectedGradSampleModule
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.mechanism.choices import Source
 from opacus_expm.mechanism.density import Array
 from opacus_expm.subspaces.metric import Block
 
@@ -60,9 +60,7 @@ def blocks(bench: Workbench) -> tuple[Block, ...]:
     return tuple(bench.blocks().values()) if hooked else ()
 
 
-def factors(
-    bench: Workbench, loader: DataLoader[Any], random: np.random.Generator, *, public: bool = False
-) -> FactorSums:
+def factors(bench: Workbench, loader: DataLoader[Any], random: Source, *, public: bool = False) -> FactorSums:
     """Kronecker factors of the layers, over all records; ``random`` draws a cotangent for each.
 
     A model is too sure of public records that it was trained on: a loss of classes hardly curves there, and steps on other
@@ -79,7 +77,7 @@ def factors(
     return bench.in_memory(once, loader, name)
 
 
-def traces(bench: Workbench, loader: DataLoader[Any], random: np.random.Generator) -> Array:
+def traces(bench: Workbench, loader: DataLoader[Any], random: Source) -> Array:
     """|JᵀMz|² of every record, z ~ N(0, I) from ``random``: in the mean the trace of its Gauss-Newton matrix JᵀMMᵀJ."""
     bench = bench.plain()
 

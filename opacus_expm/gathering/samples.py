@@ -8,10 +8,11 @@ import numpy as np
 from torch.utils.data import DataLoader, Subset
 
 from opacus_expm.gathering import loaders
+from opacus_expm.mechanism.choices import Source
 
 
 def sampled(
-    loader: DataLoader[Any], sample_rate: float, random: np.random.Generator, *, whole: bool = False
+    loader: DataLoader[Any], sample_rate: float, random: Source, *, whole: bool = False
 ) -> DataLoader[Any] | None:
     """The records of a Poisson sample: each record of a checked loader by itself, with this probability.
 

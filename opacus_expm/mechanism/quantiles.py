@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from opacus_expm.mechanism.choices import Uniforms, chosen
+from opacus_expm.mechanism.choices import Source, chosen
 from opacus_expm.mechanism.density import Array
 
 GRID = np.logspace(-8, 8, 401)  # fixed, public: steps of 9.6 %
@@ -23,7 +23,7 @@ def reliable_epsilon(nominal_size: int, quantile: float) -> float:
 
 
 def private_quantile(
-    counts: Array, quantile: float, epsilon: float, adjacency: str, uniforms: Uniforms, base: Array | None = None
+    counts: Array, quantile: float, epsilon: float, adjacency: str, source: Source, base: Array | None = None
 ) -> float:
     """The upper end of the interval of ``GRID`` in which a quantile of private norms lies, by the exponential mechanism.
 
@@ -36,10 +36,10 @@ def private_quantile(
         quantile: q in (0, 1).
         epsilon: ε₁.
         adjacency: ``"add_remove"`` or ``"replace_one"``.
-        uniforms: source of randomness.
+        source: of randomness.
         base: b at every point of the grid, public; None for 0.
     """
-    return float(GRID[chosen(quantile_logits(counts, quantile, epsilon, adjacency, base), uniforms)])
+    return float(GRID[chosen(quantile_logits(counts, quantile, epsilon, adjacency, base), source)])
 
 
 def quantile_logits(counts: Array, quantile: float, epsilon: float, adjacency: str, base: Array | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""Secure mode: a draw whose noise is cryptographic and whose work does not depend on the data.
+"""Secure mode: draws and sums whose noise is cryptographic and whose work does not depend on the data.
 
 Outside secure mode the number of proposals a draw takes depends on the private data, and so does its duration. Here
 
@@ -22,6 +22,27 @@ vector of at most its own length, and the curvature as before. All bounds on one
 vector, with one exception: a gradient that is parallel to the only row of its Jacobian may be parallel no more. Secure
 mode therefore calibrates with ``Sensitivity.projected``.
 
+**Sums with noise**, of which rounds without a radius are made, take as many variates as they have numbers. With s the scale
+of the noise, they are rounded to a public grid of spacing s·2⁻¹⁰. An answer is the exact one, of which every number was
+moved by at most a sixteenth of the spacing before it was rounded. That fails with probability δ_f or less, which the ledger
+carries for every such answer as it does for a draw. For sums of at most 2³⁷·s, of which float64's rounding takes at most
+half of that sixteenth, it is so because
+
+* normal noise is moved by less than 2⁻³⁰·s unless Ū < 2⁻⁹⁷ for one of its variates (``SystemNoise``), which for 10¹³ numbers
+  has a probability below 1.3·10⁻¹⁶;
+* isotropic noise is z = r·n/|n| with k normals n and r = −Σ ln U_i of k uniforms. Unless one of these has Ū < 2⁻⁷⁷, which
+  for k ≤ 10⁷ has a probability below 3·10⁻¹⁶, normals are moved by less than 2⁻⁵⁰ and logarithms by less than 2⁻⁵⁰. That
+  moves n/|n| by at most 2√k·2⁻⁵⁰/|n|, and r, with float64's rounding of it, by less than k·2⁻⁴⁶, so z by less than
+  2⁻⁴⁹·√k·r/|n| + k·2⁻⁴⁶ < 2⁻¹⁵ where r/|n| ≤ 2³³/√k.
+  For k = 1 the direction is ±1 and is not moved. For k = 2, P(|n| < t) ≤ t²/2 and E r² = 6, so r/|n| is larger with
+  probability at most 6·2⁻⁶⁶ < 10⁻¹⁹; for more dimensions it is less.
+
+A choice among finitely many rounds nothing. A candidate's probability is what its weight says up to the rounding of sums, a
+factor of 1 ± 10⁻¹², for all that are likelier than 2⁻⁹⁷. What is drawn for the records, such as the random cotangents of a
+metric or the numbers of random views, comes from ordinary generators in a state that nobody knows, in secure mode too
+(``gathering.randomness``): one record's share is bounded whatever is drawn. Which records are in a Poisson sample is decided
+by the numbers of ``SystemNoise``.
+
 **Not covered:** the time of the pass over the data and of the eigendecomposition, memory access patterns, and the
 rounding inside floating-point arithmetic beyond what the grid hides.
 """
@@ -40,14 +61,15 @@ from opacus_expm.mechanism.density import Array, BallGaussian
 
 FAILURE_PROBABILITY = 1e-15  # δ_f
 REACH = 3.0  # |b|R, in units of cRNC_g, to which linear terms are cut off
-GRID = 2.0**-26  # in units of R
+GRID = 2.0**-26  # of draws, in units of R
+SUM_GRID = 2.0**-10  # of sums with noise, in units of the noise
 Words = NDArray[np.uint64]
 _CHUNK_ELEMENTS = 2**18
 _BISECTIONS = 128
 
 
 class SystemNoise:
-    """Uniform and normal variates from the operating system's cryptographic generator, sixteen bytes each.
+    """Uniform, normal and gamma variates from the operating system's cryptographic generator, sixteen bytes for each number.
 
     A draw is rounded to the public grid, which hides steps between possible variates only if they are smaller. Uniforms
     with 53 bits are too coarse for that: at k = 400 their normals are further apart than the grid from 6.4 standard
@@ -75,9 +97,17 @@ class SystemNoise:
         """So many uniform numbers in (0, 1]."""
         return uniforms(self._words(count))
 
-    def standard_normal(self, rows: int, columns: int) -> Array:
-        """A matrix of standard normal numbers."""
-        return normals(self._words(rows * columns)).reshape(rows, columns)
+    def standard_normal(self, size: int | tuple[int, ...]) -> Array:
+        """So many standard normal numbers, or an array of them."""
+        return normals(self._words(size if isinstance(size, int) else math.prod(size))).reshape(size)
+
+    def standard_gamma(self, shape: int) -> float:
+        """A number of the law Gamma(k), k an integer: the sum of k exponential ones, each −ln U."""
+        return -float(np.log(self.random(shape)).sum())
+
+    def spawn(self, count: int) -> list[np.random.Generator]:
+        """Ordinary generators, each in a state of its own from the system's entropy, for what is drawn for the records."""
+        return [np.random.default_rng() for _ in range(count)]
 
     def _words(self, count: int) -> Words:
         """Two random words for each of ``count`` variates."""
@@ -140,7 +170,7 @@ class FixedWork:
         step = max(1, _CHUNK_ELEMENTS // w.size)
         for start in range(0, self.proposals, step):
             rows = min(step, self.proposals - start)
-            z = mean + scale * noise.standard_normal(rows, w.size)
+            z = mean + scale * noise.standard_normal((rows, w.size))
             slack = 1.0 - np.einsum("ij,ij->i", z, z)
             accept = (slack >= 0) & (noise.random(rows) < np.exp(-0.5 * kappa * np.maximum(slack, 0.0)))
             first = accept & (np.cumsum(accept) == 1)
