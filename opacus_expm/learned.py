@@ -3,9 +3,7 @@
 1. **Metric.** Kronecker factors of the layers over all records (``gathering.factors``) and the layers' shares of the
    curvature, with Gaussian noise, and a private median of the curvature itself. Directions that curve by less than h₀ keep
    the parameters' own units, others are measured in units in which they curve alike; h₀ is such that as many dimensions take
-   part as the budget pays for. Where public records are given, factors, shares and curvature are theirs, and cost nothing.
-   A model that hooks cannot serve keeps its own units, and h₀ follows from the private median alone. For the last layer
-   alone the factors are nearly the loss's curvature; those that were bought are damped where their noise ends.
+   part as the budget pays for. Public records, where they are given, show what is hidden in the noise (``geometry``).
 2. **Bound.** C is a part of a private quantile of the gradients' norms in the metric.
 3. **Time.** The mean loss at the start, with noise, says how much there is to gain. Together with C and the number of
    dimensions it says how far the steps may go until their noise undoes a part of that gain (``Rule.time``). For the last
@@ -31,7 +29,6 @@ run is solved for so that the total, as the ledger computes it, is ε at δ.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,46 +46,27 @@ from opacus_expm.books import Books
 from opacus_expm.gathering import loaders, looks
 from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.criteria import make_criterion
-from opacus_expm.gathering.factors import FactorSums, edge
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Pass, Workbench
 from opacus_expm.gathering.samples import sampled
+from opacus_expm.geometry import Geometry, Known, measured
 from opacus_expm.mechanism import curves
-from opacus_expm.mechanism.choices import Source, symmetric_noise
+from opacus_expm.mechanism.choices import Source
 from opacus_expm.mechanism.quantiles import GRID
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
-from opacus_expm.subspaces.base import damping_of
-from opacus_expm.subspaces.metric import Block, Metric, Spectrum, shrunk
+from opacus_expm.subspaces.metric import Block
 from opacus_expm.subspaces.sparse import Sparse
 
 _AVERAGED = 0.4  # of the steps, at the end
 _BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5  # high: rare classes have the largest gradients
-_HEAD_DAMPING = 0.6  # of the edge of the noise's spectrum
 _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0  # a bound of losses that has to be bought
-_LEAST_DAMPING = 1 / 640  # of the largest curvature
-_SEEN = 2.0  # deviations of its noise, from which on a layer's share is one
 _CHOICES = (0.0, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array(
     [-8.0, 0.0]
 )  # public weights of the choices, and the other way round where there is little signal
 _FAINT, _LOST = 3.0, 1.0  # nμ/√p, below which a direction can hardly be told from noise, and below which it is noise
 _MARGIN = 1 - 1e-6  # for the rounding of clipped sums
-
-
-@dataclass(frozen=True, eq=False)
-class Geometry:
-    """Units for gradients and steps.
-
-    Attributes:
-        subspace: the metric; None for the parameters' own units.
-        damping: h₀, by which the loss curves at most in these units.
-        dimensions: d, how many of them take part; of no meaning for a head.
-    """
-
-    subspace: Metric | None
-    damping: float
-    dimensions: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +78,14 @@ class Planned:
         rule: how many steps, how long, and what each part may cost.
         blocks: the layers with a metric of their own.
         guess: the loss of a model that guesses; None where it is not known.
-        geometry: from public data; None where it is to be measured.
+        known: what public records show of them; None where there are none.
     """
 
     bench: Workbench
     rule: Rule
     blocks: tuple[Block, ...]
     guess: float | None
-    geometry: Geometry | None = None
+    known: Known | None = None
 
 
 class LearnedRounds:
@@ -195,37 +173,16 @@ class LearnedRounds:
         asked.admit(rule.charges(), instead_of)
         words.of_start(asked.books, bench)
         _warn_if_faint(rule, bench.layout.size)
-        return Planned(bench, rule, blocks, guess, self._public_geometry(bench, rule, blocks))
-
-    def _public_geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Geometry | None:
-        """Units that public records give; None where there are none.
-
-        Raises:
-            ValueError: the model has no layers with a metric of their own, or the records have no curvature.
-        """
-        if self._public is None:
-            return None
-        if not blocks:
-            raise ValueError(
-                "public_loader gives a metric by layers, and hooks serve no layer of this model that is a matrix: leave "
-                "public_loader out"
-            )
-        random = np.random.default_rng(0)  # there is nothing to hide
-        sums = looks.factors(bench, self._public, random, public=True)
-        count, trace = len(sums.traces), float(sums.traces.sum(1).median())
-        if trace <= 0:
-            raise ValueError("public_loader's records have no curvature: leave public_loader out")
-        spectra = [Spectrum.of(shrunk(t / count, count)) for t in sums.factors]
-        return _whitened(blocks, spectra, (trace * sums.shares / sums.shares.sum()).tolist(), rule)
+        known = None if self._public is None else Known.of(bench, self._public)
+        return Planned(bench, rule, blocks, guess, known)
 
     def begin(self, planned: Planned) -> Walk:
         """Metric, bounds, time, and the charge for all directions: the walk stands at the start.
 
         **Privacy:** what it asks of the records is charged before it is drawn.
         """
-        bench, rule, geometry = planned.bench, planned.rule, planned.geometry
-        if geometry is None:
-            geometry = self.geometry(bench, rule, planned.blocks)
+        bench, rule = planned.bench, planned.rule
+        geometry = self.geometry(bench, rule, planned.blocks, planned.known)
         if geometry.subspace is not None:
             bench = bench.within(geometry.subspace)
         unit = math.sqrt(geometry.damping)
@@ -250,48 +207,12 @@ class LearnedRounds:
         loss = None if measurement.criterion is None else make_criterion(measurement.criterion, torch.zeros(0))
         return self._rule(bench, layers, loss is not None and loss.guessing(2) is not None)
 
-    def geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...]) -> Geometry:
-        """Units that are measured on the records: factors, the layers' shares, and the curvature of all layers together.
+    def geometry(self, bench: Workbench, rule: Rule, blocks: tuple[Block, ...], known: Known | None = None) -> Geometry:
+        """Units from what is asked of the records, and from what public ones show.
 
-        **Privacy:** charged before it is drawn, factors and shares together, and the curvature.
+        **Privacy:** charged before it is drawn.
         """
-        asked, random = self._questions, self._questions.books.noise.source()
-        if not blocks:
-            trace = asked.quantile("scale", looks.traces(bench, self._loader, random), 0.5, _price(rule.scale_mu))
-            return Geometry(None, trace / rule.dimensions, rule.dimensions)
-        sums = looks.factors(bench, self._loader, random)
-        spectra, shares = self._released(sums, rule)
-        trace = asked.quantile("scale", sums.traces.sum(1).numpy(), 0.5, _price(rule.scale_mu))
-        edges = [edge(len(s.values), 1 / rule.factor_mu / asked.size) for s in spectra]
-        if rule.head:
-            dampings = [_HEAD_DAMPING * e for e in edges]
-            roots = tuple(s.root(d) for s, d in zip(spectra, dampings, strict=True))
-            return Geometry(Metric(blocks, ((roots[0], roots[1]),)), trace * math.prod(dampings), rule.dimensions)
-        seen = [s.seen(e) for s, e in zip(spectra, edges, strict=True)]
-        return _whitened(blocks, seen, (trace * shares).tolist(), rule)
-
-    def _released(self, sums: FactorSums, rule: Rule) -> tuple[list[Spectrum], Tensor]:
-        """The factors A and B of one block after the other, and each block's share of the curvature.
-
-        A share that cannot be told from noise is 0; where none can, all are equal.
-        """
-        asked, n, deviation = self._questions, self._questions.size, 1 / rule.factor_mu
-        matrices = sums.factors
-        shares = sums.shares if rule.layers > 1 else sums.shares[:0]  # one layer has all
-
-        def noisy() -> Tensor:
-            noise, source = asked.books.noise, asked.books.noise.source()
-            parts = [noise.added(t, symmetric_noise(len(t), source), deviation) for t in matrices]
-            if len(shares):
-                parts.append(noise.added(shares, source.standard_normal(len(shares)), deviation))
-            return torch.cat([part.flatten() for part in parts])
-
-        sizes = [*(t.numel() for t in matrices), len(shares)]
-        like = torch.zeros(sum(sizes), dtype=torch.float64)
-        *parts, told = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
-        spectra = [Spectrum.of(part.view_as(t)) for part, t in zip(parts, matrices, strict=True)]
-        seen = torch.where(told > _SEEN * deviation / n, told, 0.0)
-        return spectra, seen / seen.sum() if bool(seen.any()) else torch.full((rule.layers,), 1 / rule.layers)
+        return measured(self._questions, self._loader, bench, rule, blocks, known)
 
     def bound(self, bench: Workbench, rule: Rule, unit: float = 1.0) -> float:
         """C, at which gradients are clipped; they are expected to be of the order of ``unit``.
@@ -423,24 +344,6 @@ class Walk(PrivateValues):
         what = f"{rule.steps} steps on {sample}, with noise of {rule.noise_multiplier:.3g} times the bound"
         words.of_walk(self._asked.books, what, rule.passes, self._bench.module_at(places[0]), found)
         return found
-
-
-def _whitened(blocks: tuple[Block, ...], spectra: Sequence[Spectrum], traces: Sequence[float], rule: Rule) -> Geometry:
-    """Units in which as many dimensions take part as the budget pays for.
-
-    Args:
-        blocks: layers.
-        spectra: of A and B of one block after the other.
-        traces: h of each block.
-        rule: says how many dimensions.
-    """
-    pairs = list(zip(spectra[::2], spectra[1::2], strict=True))
-    curving = torch.cat(
-        [(h * torch.outer(b.values, a.values)).flatten() for h, (a, b) in zip(traces, pairs, strict=True)]
-    )
-    damping = damping_of(curving, rule.dimensions, _LEAST_DAMPING * float(curving.max()))
-    dimensions = float((curving / (curving + damping)).sum())
-    return Geometry(Metric.damped(blocks, pairs, traces, damping), damping, dimensions)
 
 
 def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Books) -> None:

@@ -33,7 +33,7 @@ class Rule:
         bounded: whether the loss of a model that guesses is known, so that no bound of the losses has to be bought.
         head: whether only the last layer moves: then the loss is convex and the metric nearly its curvature.
         epochs: how many passes over the data the directions take together; None for what the others leave of ten.
-        public: whether public records give the metric, so that none is bought.
+        public: whether public records tell how much the loss of a head curves, so that it is not bought.
     """
 
     epsilon: float
@@ -74,7 +74,7 @@ class Rule:
         One for the metric and one for C, a third for the losses at the start where they are asked for, and two thirds for
         the choice between two places.
         """
-        return 2 - self.public + (0 if self.head and self.bounded else 1 / 3) + 2 / 3
+        return 2 + (0 if self.head and self.bounded else 1 / 3) + 2 / 3
 
     @property
     def sample_rate(self) -> float:
@@ -150,7 +150,7 @@ class Rule:
     def queries(self) -> list[tuple[str, PlannedEvent]]:
         """Everything that is going to be asked of the records, in order, but the directions."""
         metric = [("metric", PlannedEvent(math.inf, self.metric_mu))] if self.layers else []
-        before = [] if self.public else [*metric, ("scale", _choice(self.scale_mu))]
+        before = metric if self.public and self.head else [*metric, ("scale", _choice(self.scale_mu))]
         before += [("bound", _choice(self.bound_mu))]
         before += [] if self.bounded else [("loss bound", _choice(self.loss_mu))]
         before += [] if self.head else [("loss", PlannedEvent(math.inf, self.loss_mu))]

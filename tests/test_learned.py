@@ -25,6 +25,7 @@ from opacus_expm.gathering import hooks, looks
 from opacus_expm.gathering.clipping import ClippedAdder, RecordQuadratics
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Workbench
+from opacus_expm.geometry import Geometry, Known
 from opacus_expm.learned import LearnedRounds, Walk
 from opacus_expm.mechanism import curves
 from opacus_expm.mechanism.quantiles import GRID, grid_counts, quantile_scores, score_width
@@ -162,7 +163,7 @@ def test_the_noise_of_the_steps_raises_the_loss_by_a_known_part():
 def test_a_step_is_as_long_as_bound_loss_and_dimensions_say(monkeypatch):
     """Told units: h₀ = 4, 5 dimensions, and C = 3; the steps' lengths add up to τ/h₀ with C in units of √h₀."""
     found = []
-    monkeypatch.setattr(LearnedRounds, "geometry", lambda *_: learned.Geometry(None, 4.0, 5.0))
+    monkeypatch.setattr(LearnedRounds, "geometry", lambda *_: Geometry(None, 4.0, 5.0))
     monkeypatch.setattr(LearnedRounds, "bound", lambda _, bench, rule, unit: found.append(unit) or 3.0)
     monkeypatch.setattr(LearnedRounds, "losses", lambda *_: (1.0, 0.01))
     rounds = Parts(*tensors(6)).rounds
@@ -182,42 +183,66 @@ def _public(seed=9):
 
 
 @pytest.mark.parametrize(("make", "layers"), [(_line, 1), (_deep, 2)])
-def test_a_public_metric_costs_nothing_and_is_not_measured_on_the_records(make, layers):
-    engine = ExpMQuadEngine()
+def test_public_records_cost_nothing_and_tell_how_much_a_head_curves(make, layers):
+    engine, head = ExpMQuadEngine(), make is _line
     _released(make(), engine=engine, public_loader=_public())
     held = engine.accountant.releases
-    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False, head=make is _line, public=True)
-    assert {q.what for q in held}.isdisjoint({"metric", "scale"})
+    rule = Rule(EPSILON, DELTA, RECORDS, layers, bounded=False, head=head, public=True)
+    asked = [q.what for q in held]
+    assert ("metric" in asked, "scale" in asked) == (True, not head)
     assert [(c.epsilon_range, c.mu, c.runs) for c in rule.charges()] == [(q.epsilon_range, q.mu, q.runs) for q in held]
-    assert rule.looking == pytest.approx(replace(rule, public=False).looking - 1)
     assert 0.95 * EPSILON < engine.get_epsilon(DELTA) <= EPSILON
 
 
-def test_a_public_metric_depends_on_public_records_alone(monkeypatch):
-    """Whatever the private records are, the map is the same; with other public records it is another."""
+@pytest.mark.parametrize("make", [_line, _deep])
+def test_where_noise_hides_the_records_the_metric_is_that_of_public_ones(make, monkeypatch):
+    """The same map whatever the private records are, and another one with other public records."""
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
     maps = []
-    right = Workbench.within
-
-    def spy(self, subspace):
-        found = right(self, subspace)
-        maps.append(torch.cat([root.dense().flatten() for roots in found.map.roots for root in roots]))
-        return found
-
-    monkeypatch.setattr(Workbench, "within", spy)
-    other = DataLoader(TensorDataset(*(100 * t for t in tensors(RECORDS))), batch_size=64)
-    for private, public in ((_loader(), _public()), (other, _public()), (_loader(), _public(8))):
-        _released(_deep(), private, public_loader=public)
+    for scale, seed in ((1, 9), (100, 9), (1, 8)):
+        rounds = LearnedRounds(
+            DataLoader(TensorDataset(*(scale * t for t in tensors(RECORDS))), batch_size=64),
+            Measurement(Sparse(seed=0), None, criterion=nn.MSELoss(), progress=False),
+            0.01,
+            DELTA,
+            ExpMQuadEngine(noise_generator=np.random.default_rng(3)).books(),
+            public_loader=_public(seed),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # few records
+            planned = rounds.plan(make())
+        found = rounds.geometry(planned.bench, planned.rule, planned.blocks, planned.known)
+        maps.append(torch.cat([root.dense().flatten() for roots in found.subspace.roots for root in roots]))
     assert torch.equal(maps[0], maps[1])
-    assert not torch.allclose(maps[0], maps[2], atol=1e-3)
+    assert not torch.allclose(maps[0], maps[2], rtol=0, atol=1e-4)
+
+
+def test_public_records_that_are_unlike_the_private_ones_hardly_matter(monkeypatch):
+    """Without noise the metric is that of the private records, whatever the public ones show."""
+    monkeypatch.setattr(Questions, "quantile", lambda *_: 1.0)
+    parts = Parts(*tensors(10))
+    object.__setattr__(parts.questions.books, "noise", SilentNoise())
+    factors = looks.factors
+    monkeypatch.setattr(looks, "factors", lambda b, data, _: factors(b, data, np.random.default_rng(7)))
+    blocks = looks.blocks(parts.bench)
+    rule = replace(parts.rule, epsilon=1e6)  # the edge of the noise is nearly 0
+    sizes = [d for block in blocks for d in (block.width, block.outputs)]
+    unlike = [torch.diag(torch.linspace(1, 0, d, dtype=torch.float64)) / max(1, d / 2) for d in sizes]
+    known = Known(unlike, torch.tensor([0.01, 0.99], dtype=torch.float64), 1.0)
+    alone, beside = (parts.rounds.geometry(parts.bench, rule, blocks, given) for given in (None, known))
+    assert beside.damping == pytest.approx(alone.damping, rel=1e-3)
+    for mine, other in zip(alone.subspace.roots, beside.subspace.roots, strict=True):
+        for first, second in zip(mine, other, strict=True):
+            torch.testing.assert_close(first.dense(), second.dense(), rtol=0, atol=1e-3)
 
 
 def test_public_curvature_is_that_of_a_model_that_knows_nothing(monkeypatch):
-    """A model that is sure of the public records has the units of one that knows nothing: the same h₀, not a thousandth."""
-    dampings = []
+    """A model that is sure of the public records has the curvature of one that knows nothing, not a thousandth of it."""
+    curvatures = []
     right = LearnedRounds.begin
 
     def spy(self, planned):
-        dampings.append(planned.geometry.damping)
+        curvatures.append(planned.known.trace)
         return right(self, planned)
 
     monkeypatch.setattr(LearnedRounds, "begin", spy)
@@ -230,8 +255,8 @@ def test_public_curvature_is_that_of_a_model_that_knows_nothing(monkeypatch):
             model[0].weight[0].neg_()
         private = DataLoader(TensorDataset(x + 1.0, (x[:, 1] > 0).long()), batch_size=25)
         _released(model, private, criterion=nn.CrossEntropyLoss(), public_loader=public)
-    assert dampings[0] > 0
-    assert dampings[1] == pytest.approx(dampings[0], rel=1e-9)
+    assert curvatures[0] > 0
+    assert curvatures[1] == pytest.approx(curvatures[0], rel=1e-9)
 
 
 def test_public_data_that_cannot_serve_are_refused_and_nothing_is_charged():

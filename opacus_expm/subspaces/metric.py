@@ -157,6 +157,21 @@ def shrunk(matrix: Tensor, records: int) -> Tensor:
     return (1 - share) * matrix + share * trace / dim * torch.eye(dim, dtype=matrix.dtype)
 
 
+def corrected(known: Tensor, told: Tensor, edge: float) -> Tensor:
+    """Second moments of public records, and those of private records where the two clearly differ.
+
+    The noise of a matrix has no eigenvalue beyond its edge, so that what goes beyond it in the difference is of the records.
+
+    Args:
+        known: of public records.
+        told: of private records, with noise.
+        edge: of that noise.
+    """
+    values, vectors = torch.linalg.eigh(told - known)
+    found: Tensor = known + (vectors * torch.where(values.abs() > edge, values, 0.0)) @ vectors.T
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Metric:
     """A recipe for a metric of known factors, over the full space.

@@ -112,7 +112,6 @@ def test_passes_are_counted_from_the_formula():
     assert Rule(1.0, 1e-5, 2000, 1, True, head=True).looking == pytest.approx(2 + 2 / 3)
     assert Rule(1.0, 1e-5, 2000, 1, False, head=True).looking == pytest.approx(2 + 2 / 3 + 1 / 3)
     assert Rule(1.0, 1e-5, 2000, 3, True).looking == pytest.approx(2 + 2 / 3 + 1 / 3)
-    assert Rule(1.0, 1e-5, 2000, 3, True, public=True).looking == pytest.approx(1 + 2 / 3 + 1 / 3)
     assert all(Rule(1.0, 1e-5, 2000, layers, False).passes == pytest.approx(10) for layers in range(6))
     assert Rule(0.1, 1e-5, 2000, 1, True, head=True).passes == pytest.approx(2 + 2 / 3 + 5)
 

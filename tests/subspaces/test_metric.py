@@ -7,7 +7,7 @@ from torch import nn
 
 from opacus_expm.gathering.factors import blocks_of
 from opacus_expm.subspaces.layout import Layout
-from opacus_expm.subspaces.metric import Block, Metric, Root, Spectrum, shrunk
+from opacus_expm.subspaces.metric import Block, Metric, Root, Spectrum, corrected, shrunk
 
 
 def _model():
@@ -147,3 +147,16 @@ def test_shrinking_is_nearer_to_the_truth_than_the_mean_of_few_records_and_than_
         far["mean"] += float((mean - truth).square().sum())
         far["equal"] += float((torch.eye(60) / 60 - truth).square().sum())
     assert far["shrunk"] < 0.9 * min(far["mean"], far["equal"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_differs_by_more_than_noise_is_told_and_the_rest_is_known(seed):
+    """Between the two: beside the edge of what is told, and what is known wherever the difference is within the edge."""
+    generator = torch.Generator().manual_seed(seed)
+    known = torch.diag(torch.rand(6, generator=generator, dtype=torch.float64))
+    axes = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
+    differs = torch.tensor([2.0, -1.5, 0.9, 0.5, -0.3, 0.1], dtype=torch.float64)
+    found = corrected(known, known + (axes * differs) @ axes.T, 1.0)
+    expected = known + (axes[:, :2] * differs[:2]) @ axes[:, :2].T
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(corrected(known, known, 1e-9), known)
