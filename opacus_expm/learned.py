@@ -352,14 +352,21 @@ def check_learnable(loader: DataLoader[Any], measurement: Measurement, books: Bo
     Raises:
         ValueError: with the reason.
     """
-    way_out = "pass radius= and proj_dim= for the source paper's one draw"
+    way_out = "or pass radius= and proj_dim= for the source paper's one draw"
     if books.ranks.count > 1:
-        raise ValueError(f"learned rounds run in one process, and torch.distributed has several; {way_out}")
+        raise ValueError(
+            "without radius= the rounds run in one process, which draws all samples and noise, and torch.distributed has "
+            f"several: use ExpMQuadEngine(distributed=False) in one of them, {way_out}"
+        )
     if books.adjacency != "add_remove":
-        raise ValueError(f"learned rounds are counted under adjacency='add_remove', got {books.adjacency!r}; {way_out}")
+        raise ValueError(
+            "without radius= costs are counted for adding or removing a record, as those of Poisson samples are, and the "
+            f"engine has adjacency={books.adjacency!r}: use adjacency='add_remove', {way_out}"
+        )
     if loaders.dataset_size(loaders.check_loader(loader)) is None:
         raise ValueError(
-            f"learned rounds go through the records again and again, and loader has an iterable data set; {way_out}"
+            "without radius= records are read again and again by their index, and loader has an iterable data set: pass "
+            f"a data set with __getitem__ and __len__, {way_out}"
         )
 
 

@@ -500,7 +500,7 @@ REFUSED = [
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"views": lambda x: [x - x.mean(0)], "loader": _loader(40)}, "views must treat every record alone"),
     ({}, {"views": lambda x: [], "loader": _loader(40)}, "views must give a list"),
-    ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
+    ({"adjacency": "replace_one"}, {}, r"has adjacency='replace_one': use adjacency='add_remove'.*or pass radius="),
     ({"secure_mode": True}, {"epsilon": 25.0, "loader": _loader(40)}, "delta must be greater than .* in secure_mode"),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
     ({}, {"max_grad_norm": 1.0}, "max_grad_norm has no meaning"),
@@ -508,7 +508,7 @@ REFUSED = [
     ({}, {"regularization": 1.0}, "regularization has no meaning"),
     ({}, {"rounds": 2}, "rounds has no meaning"),
     ({}, {"projection": "stiefel"}, "projection has no meaning"),
-    ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set"),
+    ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set: pass a data set"),
     ({}, {"loader": DataLoader(Untouchable(40), batch_size=4, drop_last=True, sampler=range(9))}, "sampler of type"),
     ({}, {"loader": _loader(40), "criterion": nn.CrossEntropyLoss()}, "needs at least 2 outputs|target has"),
 ]
@@ -534,7 +534,7 @@ def test_several_ranks_are_refused():
         count = 2
 
     books = Books(ExpMQuadEngine().accountant, "add_remove", Noise(), Ranks())
-    with pytest.raises(ValueError, match="run in one process"):
+    with pytest.raises(ValueError, match=r"run in one process.*distributed=False.*or pass radius="):
         LearnedRounds(_loader(), Measurement(Sparse(seed=0), None), EPSILON, DELTA, books)
 
 

@@ -249,10 +249,10 @@ def _without_noise(parts):
 REFUSED = [
     ({}, {"epsilon": 0.0}, "epsilon must be greater than 0"),
     ({}, {"delta": -0.1}, "delta must be in"),
-    ({"adjacency": "replace_one"}, {}, "adjacency='add_remove'"),
+    ({"adjacency": "replace_one"}, {}, r"has adjacency='replace_one': use adjacency='add_remove'.*or pass radius="),
     ({}, {"proj_dim": 3}, "proj_dim has no meaning without radius="),
     ({}, {"rounds": 2}, "rounds has no meaning"),
-    ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set"),
+    ({}, {"loader": DataLoader(Stream(), batch_size=4), "nominal_size": 40}, "iterable data set: pass a data set"),
     ({}, {"loader": _loader(40), "criterion": nn.CrossEntropyLoss()}, "needs at least 2 outputs|target has"),
 ]
 
@@ -396,5 +396,5 @@ def test_several_ranks_are_refused():
         count = 2
 
     books = Books(ExpMQuadEngine().accountant, "add_remove", Noise(), Ranks())
-    with pytest.raises(ValueError, match="run in one process"):
+    with pytest.raises(ValueError, match=r"run in one process.*distributed=False.*or pass radius="):
         PureRounds(_loader(), Measurement(Sparse(seed=0), None), EPSILON, books)
