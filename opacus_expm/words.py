@@ -19,7 +19,6 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 from opacus_expm.accounting.events import Release
 from opacus_expm.books import Books
@@ -71,7 +70,8 @@ def _guesses(outputs: Tensor, loss: Criterion) -> bool:
     if not isinstance(loss, CrossEntropy | BinaryCrossEntropy):
         return apart == 0
     classes = outputs if isinstance(loss, CrossEntropy) else torch.stack([torch.zeros_like(outputs), outputs], -1)
-    unsure = float(Categorical(logits=classes).entropy().mean())
+    logs = classes.log_softmax(-1)
+    unsure = -float((logs.exp() * logs).sum(-1).mean())
     return apart <= _ALIKE or unsure >= _GUESSING * math.log(classes.shape[-1])
 
 
