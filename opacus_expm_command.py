@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     side.add_argument("--seeds", type=int, help="runs of each method (default: 5; quick: 3)")
     side.add_argument("--trials", type=int, default=2, help="runs of each candidate in tuning (default: %(default)s)")
     side.add_argument("--out", type=Path, help="directory for results; a run goes on there (default: comparison-TASK)")
-    side.add_argument("--quick", action="store_true", help="small grids: sine in less than a minute")
+    side.add_argument("--quick", action="store_true", help="small grids: sine in about a minute")
     side.add_argument("--data-dir", type=Path, help="where the data is, if not in OPACUS_EXPM_DATA or the cache")
     check = commands.add_parser(
         "audit", help="what the mechanism reveals, found on synthetic data, beside what it claims"

@@ -152,9 +152,11 @@ def run(options: argparse.Namespace) -> int:
     if options.command == "audit":
         return 0 if audited(options.epsilon, options.delta, options.releases, options.draws, options.seed) else 1
     found = spent(options.ledger, options.delta)
+    print(json.dumps(found, indent=1) if options.json else _spent_text(found))
     if options.plot:
         from opacus_expm.experiments import spending
 
-        spending.plot(options.ledger, options.delta, options.ledger.with_name(f"{options.ledger.name}.png"))
-    print(json.dumps(found, indent=1) if options.json else _spent_text(found))
+        picture = options.ledger.with_name(f"{options.ledger.name}.png")
+        spending.plot(options.ledger, options.delta, picture)
+        print(f"drawn to {picture}", file=sys.stderr)
     return 0

@@ -132,7 +132,7 @@ class ExpMQuadEngine(NotCopied):
         max_physical_batch_size: int | None = None,
         progress: bool | None = None,
     ) -> nn.Module:
-        """Fine-tune ``model`` privately on ``loader``: one pass, one draw, one charge (or one of each a round).
+        """Fine-tune ``model`` privately on ``loader``, with nothing to choose, or in one pass and one draw within a radius.
 
         Args:
             model: pretrained module; parameters with ``requires_grad`` may move. It is not modified. Of Opacus's
@@ -170,7 +170,7 @@ class ExpMQuadEngine(NotCopied):
                 given, because it would tell the data set's size.
 
         Returns:
-            A plain module of ``model``'s own class with parameters θ* + Aξ.
+            A plain module of ``model``'s own class.
 
         Raises:
             TypeError, ValueError: bad input; nothing is charged or changed.
@@ -243,9 +243,9 @@ class ExpMQuadEngine(NotCopied):
         batch of the returned loader is a Poisson sample, and the ``step`` after it moves the weights by one direction. The
         rule's T directions (5 to 100, a public formula) are spread evenly over the E epochs, with a sample rate of
         min(1, E/T): an epoch goes once through as many records as there are. If the rule has fewer than E directions it
-        takes E, which are shorter. The engine makes passes of its own as well, three for the last layer alone, else
-        six: metric and bounds when the first batch is asked for, lengths at three steps on the way, and after the last
-        step the choice of the final weights. A batch has about n·min(1, E/T) records; ``max_physical_batch_size`` or the
+        takes E, which are shorter. The engine makes three or four passes of its own as well: metric, bound and (unless the
+        last layer moves alone) the losses at the start when the first batch is asked for, and after the last step the
+        choice of the final weights. A batch has about n·min(1, E/T) records; ``max_physical_batch_size`` or the
         loader's batch size limits how many are processed at a time.
 
         **With a radius** an epoch is a round: ``backward`` gathers statistics, and the ``step`` after an epoch's last batch

@@ -13,35 +13,66 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opacus_expm.accounting.events import Release
 from opacus_expm.books import Books
-from opacus_expm.gathering.criteria import BinaryCrossEntropy, CrossEntropy
+from opacus_expm.gathering.criteria import BinaryCrossEntropy, Criterion, CrossEntropy
 from opacus_expm.gathering.passes import Workbench
 
 _logger = logging.getLogger("opacus_expm")
-_ALIKE = 0.1  # outputs of classes that differ by less say little
+_silent = ContextVar("_silent", default=False)
+_ALIKE = 0.01  # outputs of classes that differ by less say nothing of the inputs
+_GUESSING = 0.95  # of the loss of guessing
 _EDGE = 0.99  # of the radius
 _SIGNAL = 0.1  # ρ: the norm of the mean of clipped gradients, in units of C_g
 _BOUNDS = {"given": "given", "public": "from public data", "bought": "bought", "paper": "read off the private data"}
 
 
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Nothing is said inside: an audit draws thousands of times what is not released."""
+    before = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(before)
+
+
 def of_start(books: Books, bench: Workbench) -> None:
     """What can be seen of a model and its loss before a release, by shapes and synthetic records."""
     outputs, loss = bench.on_synthetic, bench.prepared[1]
-    classes = isinstance(loss, CrossEntropy)
-    if classes and outputs is not None:
+    if outputs is None:
+        return
+    if isinstance(loss, CrossEntropy):
         _tell(books, f"labels are 0 to {outputs.shape[-1] - 1}; a record with another one counts nothing")
-    # Outputs of classes are logarithms of odds; those of other losses have units of their own, and have to be equal.
-    alike = _ALIKE if classes or isinstance(loss, BinaryCrossEntropy) else 0.0
-    if outputs is not None and float((outputs[0] - outputs[1]).abs().max()) <= alike:
+    if _guesses(outputs, loss):
         _tell(
             books,
-            "the model's outputs hardly depend on its inputs (seen on synthetic records), as with a new head on pretrained "
-            "features; from a whole network that was never trained, expect little",
+            "the model looks untrained, because its outputs on synthetic records are those of guessing: from a new head on "
+            "pretrained layers that is expected, and a whole network that was never trained will learn little",
+            wrong=not bench.moves_head_alone(),
         )
+
+
+def _guesses(outputs: Tensor, loss: Criterion) -> bool:
+    """Whether a model knows nothing, by its outputs for synthetic records.
+
+    Outputs of classes are logarithms of odds, from which its own expected loss follows. Those of other losses have units of
+    their own, and have to be equal.
+    """
+    apart = float((outputs[0] - outputs[1]).abs().max())
+    if not isinstance(loss, CrossEntropy | BinaryCrossEntropy):
+        return apart == 0
+    classes = outputs if isinstance(loss, CrossEntropy) else torch.stack([torch.zeros_like(outputs), outputs], -1)
+    logs = classes.log_softmax(-1)
+    unsure = -float((logs.exp() * logs).sum(-1).mean())
+    return apart <= _ALIKE or unsure >= _GUESSING * math.log(classes.shape[-1])
 
 
 def of_draw(
@@ -131,5 +162,5 @@ def _displacement(moved: float, norm: float) -> str:
 
 def _tell(books: Books, text: str, *, wrong: bool = False) -> None:
     """On the leading rank; as a warning where it is about a release."""
-    if books.ranks.leads:
+    if books.ranks.leads and not _silent.get():
         _logger.log(logging.WARNING if wrong and books.noise.origin == "system" else logging.INFO, text)

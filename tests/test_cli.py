@@ -300,7 +300,9 @@ def test_epsilon_draws_what_was_spent(tmp_path, capsys):
     for _ in range(3):
         accountant.step(noise_multiplier=2.0, sample_rate=0.1)  # one point for all three
     assert cli.main(["epsilon", str(path), "--delta", "1e-5", "--plot"]) == 0
-    assert "total: epsilon" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "total: epsilon" in told.out
+    assert told.err == f"drawn to {tmp_path / 'ledger.jsonl.png'}\n"
     assert (tmp_path / "ledger.jsonl.png").read_bytes().startswith(b"\x89PNG")
     axes = spending.plot(path, 1e-5, tmp_path / "again.png")
     line, *_ = axes.get_lines()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_expm
-from opacus_expm import ExpMQuadEngine, Sparse, Stiefel, Structured
+from opacus_expm import ExpMQuadEngine, Sparse, Stiefel, Structured, audit
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pages"
@@ -188,6 +188,26 @@ def test_the_one_page_has_the_figures_of_the_results():
     short, full = (tables(text_of(FOLDER / f"{name}.md"), *shown) for name in ("research", "results"))
     assert len(short) == 7
     assert short == [{name: row[name] for name in shown} for row in full if row["ε"] == "1"][: len(short)]
+
+
+@pytest.mark.slow
+def test_the_page_on_audits_has_the_figures_of_the_command():
+    text = text_of(FOLDER / "audit.md")
+    worst = {
+        (f.adjacency, f.subject): f"{f.claimed:.3f}, {f.found:.3f}"
+        for f in reversed(audit.audit_exact().findings)  # the exact one is the first of several
+    }
+    rows = tables(text, "worst pair found, exactly")
+    assert len(rows) == 3
+    for row in rows:
+        subject = row["worst pair found, exactly"].replace("`", "").replace(" = ", "=")
+        shown = (row[f"{name}: claimed, found"] for name in ("add/remove", "replace-one"))
+        assert tuple(shown) == (worst["add_remove", subject], worst["replace_one", subject])
+    learned = [f"{f.claimed:.3f}, {f.found:.3f}" for f in audit.audit_learned().findings]
+    columns = ("at δ = 10⁻⁵: claimed, found", "at δ = 10⁻²: claimed, found")
+    assert [row[column] for row in tables(text, *columns) for column in columns] == learned
+    practice = f"privacy loss is {audit.paper_practice().findings[0].found:.1f} at a claimed ε of 1"
+    assert practice in " ".join(text.split())
 
 
 def test_the_version_is_one():

@@ -51,8 +51,10 @@ def test_statistics_of_a_wrapped_module_are_those_of_the_module_inside(wrapped):
 
 
 def test_what_trains_in_place_is_not_given_a_copy(wrapped):
-    with pytest.raises(ValueError, match=r"wrapped by Opacus's GradSampleModule.*to_standard_module"):
-        check_module(wrapped)
+    for module in (wrapped, wrapped._module):
+        with pytest.raises(ValueError, match=r"prepared by Opacus.*to_standard_module"):
+            check_module(module)
+    assert not ExpMQuadEngine().is_compatible(module=wrapped._module)
     model = make_model()
     assert standard(model) is model
 

@@ -43,6 +43,9 @@ def test_only_releases_are_counted_as_releases():
     engine.accountant.record(Query("metric", 1.0, 1e-5, 60, mu=0.1))
     assert repr(engine.accountant) == "ExpMAccountant(releases=1, purchases=2, queries=1, dp_sgd_steps=0)"
     assert len(engine.accountant) == 4
+    engine = ExpMQuadEngine()  # a model that is released by queries alone is not said to be none
+    engine.accountant.record(Query("metric", 1.0, 1e-5, 60, mu=0.1))
+    assert repr(engine.accountant) == "ExpMAccountant(queries=1, dp_sgd_steps=0)"
 
 
 def test_statistics_show_what_is_public_and_no_value():

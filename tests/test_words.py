@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_expm import ExpMQuadEngine, words
+from opacus_expm import ExpMQuadEngine, audit, words
 from opacus_expm.pure import PureRule
 from opacus_expm.rule import Rule
 from tests.small_problem import GOOD, PARAMETERS, flat, make_loader, make_model
@@ -80,23 +80,49 @@ def test_pure_rounds_are_told_by_the_rule_and_the_weights_alone(said):
 
 
 def test_what_is_said_of_the_start_does_not_depend_on_the_records(said):
+    head = nn.Linear(4, 2)
+    nn.init.eye_(head.weight)
+    with torch.no_grad():
+        head.weight.mul_(5)
     for seed, shift in ((0, 0.0), (1, 100.0)):
         ExpMQuadEngine().make_private_expm(
-            nn.Linear(4, 2), classes(seed=seed, shift=shift), 1.0, 0.01, 3, max_grad_norm=1.0, max_curvature=1.0,
+            head, classes(seed=seed, shift=shift), 1.0, 0.01, 3, max_grad_norm=1.0, max_curvature=1.0,
             criterion=nn.CrossEntropyLoss(), projection=GOOD["projection"],
         )  # fmt: skip
     starts = [text for text in said() if not text.startswith("round")]
     assert starts == ["labels are 0 to 1; a record with another one counts nothing"] * 2
 
 
-@pytest.mark.parametrize(("weight", "told"), [(0.0, True), (0.001, True), (1.0, False)])
-def test_a_model_that_looks_untrained(weight, told, said):
+def untrained(model, said):
+    """The levels at which a release says that a model looks untrained."""
+    ExpMQuadEngine().make_private_expm(
+        model, classes(), 1.0, 0.01, 3, max_grad_norm=1.0, max_curvature=1.0, criterion=nn.CrossEntropyLoss(),
+        projection=GOOD["projection"],
+    )  # fmt: skip
+    return [
+        level
+        for level in (logging.INFO, logging.WARNING)
+        for text in said(level)
+        if text.startswith("the model looks untrained")
+    ]
+
+
+@pytest.mark.parametrize(("weight", "levels"), [(0.0, [logging.INFO]), (0.001, [logging.INFO]), (5.0, [])])
+def test_a_head_that_looks_untrained_is_mentioned(weight, levels, said):
     model = nn.Linear(4, 2)
-    nn.init.constant_(model.weight, weight)
-    engine = ExpMQuadEngine(noise_generator=np.random.default_rng(0))
-    engine.make_private_expm(model, classes(), 8.0, delta=1e-5, criterion=nn.CrossEntropyLoss())
-    assert any("hardly depend on its inputs" in text for text in said()) is told
-    assert said(logging.WARNING) == []
+    nn.init.constant_(model.weight[0], weight)
+    nn.init.constant_(model.weight[1], -weight)
+    assert untrained(model, said) == levels
+
+
+def test_a_network_that_looks_untrained_is_a_warning(said):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    assert untrained(model, said) == [logging.WARNING]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)  # as sure as a network that was trained
+    assert untrained(model, said) == [logging.WARNING]  # nothing new
 
 
 def test_outputs_in_units_of_their_own_count_only_if_they_are_equal(said):
@@ -107,7 +133,7 @@ def test_outputs_in_units_of_their_own_count_only_if_they_are_equal(said):
     assert len(said()) == 1
     nn.init.zeros_(model[2].weight)
     ExpMQuadEngine().make_private_expm(model, make_loader(), 1.0, 0.5, 5, **GOOD)
-    assert "hardly depend on its inputs" in said()[1]
+    assert sum("looks untrained" in text for text in said(logging.WARNING)) == 1
 
 
 EDGE, NOISE, FAR = (
@@ -133,6 +159,15 @@ def test_with_a_given_generator_nothing_is_a_warning(said):
     engine.make_private_expm(make_model(), make_loader(), 1000.0, 1e-3, 5, **GOOD)
     assert said(logging.WARNING) == []
     assert EDGE in said()[-1]
+
+
+def test_an_audit_says_nothing(said):
+    arguments = {"epsilon": 1000.0, "radius": 1e-3, "proj_dim": 5, **GOOD}
+    with pytest.warns(UserWarning, match="NOT private"):
+        audit.black_box(make_model(), make_loader(), make_loader(records=39), arguments, lambda module: 0.0, releases=4)
+    assert said() + said(logging.WARNING) == []
+    ExpMQuadEngine().make_private_expm(make_model(), make_loader(), **arguments)
+    assert len(said(logging.WARNING)) == 1
 
 
 def test_a_model_that_comes_back_as_it_was(said):

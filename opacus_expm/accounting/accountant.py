@@ -469,7 +469,7 @@ class ExpMAccountant(NotCopied, IAccountant):
     def __repr__(self) -> str:
         held = Counter(event.kind for event in self.releases)
         counts = {"releases": held["release"], "purchases": held["purchase"], "queries": held["query"]}
-        told = [f"{name}={count}" for name, count in counts.items() if count or name == "releases"]
+        told = [f"{name}={n}" for name, n in counts.items() if n or (name == "releases" and not held["query"])]
         told.append(f"dp_sgd_steps={sum(steps for _, _, steps in self.history)}")
         reserved = sum(not is_covered(event) for event in self.releases)
         if reserved:

@@ -27,6 +27,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, logsumexp, ndtr
 from torch import nn
 
+from opacus_expm import words
 from opacus_expm.audit.findings import Finding, Report
 from opacus_expm.audit.told import FewRounds, Side
 from opacus_expm.gathering import looks
@@ -352,6 +353,7 @@ def direction_and_choice(epsilon: float, delta: float) -> Parts:
 _ALL = (metric, bound_and_direction, two_directions, bound_and_loss, direction_and_choice)
 
 
+@words.unsaid()
 def audit_learned(epsilon: float = 1.0, delta: float = 1e-5) -> Report:
     """Audit the parts of learned rounds, each after an earlier one, at δ and at a thousand times δ.
 

@@ -16,7 +16,7 @@ from scipy.stats import beta
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from opacus_expm import _check, subspaces
+from opacus_expm import _check, subspaces, words
 from opacus_expm.audit.exact import Arguments, bounds_of, call_arguments, claim, engine_for
 from opacus_expm.audit.findings import Finding, Report, warn_not_private
 from opacus_expm.baselines import dp_sgd
@@ -75,6 +75,7 @@ def lower_bound(first: Array, second: Array, *, delta: float = 0.0, confidence: 
     return max(0.0, float(bounds(judged, thresholds[place : place + 1], error)[event, 0]))
 
 
+@words.unsaid()
 def black_box(
     model: nn.Module,
     loader: DataLoader[Any],

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_expm import _check, subspaces
+from opacus_expm import _check, subspaces, words
 from opacus_expm.accounting.composition import total_epsilon
 from opacus_expm.audit.findings import Finding, Report, warn_not_private
 from opacus_expm.audit.streams import is_random, with_own_streams
@@ -100,6 +100,7 @@ def audit_pair(
     return Report(tuple(Finding(subject, method, *facts, epsilon) for method, epsilon in found.items()))
 
 
+@words.unsaid()
 def observed_loss(
     model: nn.Module, loader: DataLoader[Any], neighbour: DataLoader[Any], arguments: Arguments
 ) -> tuple[PrivacyLoss, float]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -83,10 +84,13 @@ def check_module(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {module!r} of type {type(module).__name__}")
     module = unwrap(module)
-    if isinstance(module, AbstractGradSampleModule):
+    hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
+    if isinstance(module, AbstractGradSampleModule) or any(
+        isinstance(getattr(hook, "__self__", None), AbstractGradSampleHooks) for hook in hooks
+    ):
         raise ValueError(
-            f"model is wrapped by Opacus's {type(module).__name__}, whose hooks would stay in it; pass "
-            "model.to_standard_module(), or the module as it was before"
+            f"model ({type(module).__name__}) was prepared by Opacus, whose hooks would stay in it; pass what the method "
+            "to_standard_module() of Opacus's GradSampleModule gives, or the module as it was before"
         )
     if any(isinstance(layer, FullyShardedDataParallel) for layer in module.modules()):
         raise ValueError(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
@@ -157,10 +156,6 @@ def originals(
     Raises:
         TypeError, ValueError: naming the argument, what came and what to do; nothing is changed.
     """
-    if isinstance(module, AbstractGradSampleModule):
-        raise ValueError(
-            f"module is a {type(module).__name__}, already prepared by Opacus; pass the module inside it, module._module"
-        )
     if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
         raise ValueError(
             "module is a LightningModule, which is tied to its trainer and cannot be copied; keep the network in an "
