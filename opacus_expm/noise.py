@@ -58,6 +58,11 @@ class Noise:
             return np.random.default_rng(words.tolist())
         return np.random.default_rng() if self.generator is None else self.generator
 
+    def apart(self) -> np.random.Generator:
+        """A generator of numbers for work that is done ahead: when they are drawn changes no other numbers."""
+        random = self.source()
+        return np.random.default_rng(random.integers(2**62, size=4)) if random is self.generator else random
+
     def uniforms(self) -> Uniforms:
         """A source of uniform numbers for a choice among finitely many."""
         return SystemNoise() if self.secure else self.source()
