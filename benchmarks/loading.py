@@ -1,6 +1,6 @@
 """Whether workers read records while others are computed with, beside a plain loop of PyTorch.
 
-    python -m benchmarks.loading [--records 512] [--pause 4] [--log FILE]
+    python -m benchmarks.loading [--records 512] [--pause 4] [--ways "plain loop" "private loop"] [--log FILE]
 
 The data set pauses for so many milliseconds before it gives a record, as one that waits for a disk does. Every way runs in a
 process of its own: without pauses and workers, which is what it computes; and with pauses and none, one or two workers.
@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import timing
 from opacus_expm.experiments.journal import Facts, Journal
 
-BATCH, EPOCHS, ROUNDS = 64, 3, 1
+BATCH, EPOCHS = 64, 3
 SETTINGS = {"no pause": (False, 0), "no workers": (True, 0), "one worker": (True, 1), "two workers": (True, 2)}
 
 
@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=512)
     parser.add_argument("--pause", type=float, default=4.0, help="milliseconds before each record")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--log", type=Path, help="finished measurements, one line of JSON each")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -119,17 +120,16 @@ def main() -> None:
     if options.one:
         print(json.dumps(run_one(*options.one, options.records, options.pause)))
         return
-    items = {f"{way}, {setting}": (way, setting) for way in WAYS for setting in SETTINGS}
+    items = {f"{way}, {setting}": (way, setting) for way in options.ways for setting in SETTINGS}
     found = timing.interleaved(
         list(items),
         lambda item: timing.report(timing.start(__spec__.name, "--one", *items[item], *size)),
         Journal(options.log, "loading"),
-        rounds=ROUNDS,
         common={"records": options.records, "pause": options.pause},
     )
     print(f"{options.records} records, {options.pause:g} ms for each; seconds (CPU seconds)")
     print(f"{'':>18} " + " ".join(f"{setting:>16}" for setting in SETTINGS))
-    for way in WAYS:
+    for way in options.ways:
         runs = [f"{way}, {setting}" for setting in SETTINGS]
         cells = (f"{found.median(run, 'seconds'):8.1f} ({found.median(run, 'cpu'):5.1f})" for run in runs)
         print(f"{way:>18} " + " ".join(cells))
