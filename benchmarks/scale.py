@@ -1,12 +1,14 @@
-"""How time and memory grow with the ranks that share a pass, the parameters p and the subspace dimensions k.
+"""How time and memory grow with records, the ranks that share a pass, the parameters p and the subspace dimensions k.
 
-    python -m benchmarks.scale [ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
+    python -m benchmarks.scale [records ranks parameters dimensions estimate] --log scale.jsonl [--out scale.json]
 
 Each measurement runs in a process of its own, with one thread, is appended to the log as one line and not made again.
 Times are CPU seconds, memory is the peak resident set above that of the imports.
 
-* ``ranks``: one pass over random images with the source paper's CNN (6,722 parameters, k = 400, sparse projection), by one
-  process and by two: the same records (strong scaling), and the same records a rank (weak scaling).
+* ``records``: parts of a round over 1,024 to 16,384 random images with the source paper's CNN (6,722 parameters, k = 400,
+  sparse projection): CPU seconds by n, and a line through them, with standard errors.
+* ``ranks``: one pass over such images with the same CNN, by one process and by two: the same records (strong scaling), and
+  the same records a rank (weak scaling).
 * ``parameters``: passes of the engine over random records, for a residual perceptron of four square layers and 10
   outputs, sparse and structured projection, k = 400: exact curvature (9 rows a record) and gradients alone (1 row), beside
   the network's own forward and backward passes.
@@ -35,6 +37,7 @@ RANK_JOBS = {  # ranks and records
     "2 ranks, strong": (2, RANK_RECORDS),
     "2 ranks, weak": (2, 2 * RANK_RECORDS),
 }
+GROWING, SIZES, SIZE_REPEATS = ("direction", "metric", "exact"), (1024, 2048, 4096, 8192, 16384), 2
 OUTPUTS = 10
 BATCH = 32
 WIDTHS = {100_000: 157, 1_000_000: 499, 10_000_000: 1580, 20_000_000: 2235}  # by the number of parameters
@@ -44,6 +47,14 @@ DIM = 400
 DIMS = (100, 400, 1000, 2000, 4000)
 DIM_PARAMETERS, DIM_RECORDS = 100_000, 512
 ESTIMATE = {"records": 1e9, "parameters": 1e9, "dims": (1000, 4000)}
+
+
+def records(part: str, count: int) -> dict:
+    """CPU seconds of a part of a round over so many records."""
+    from benchmarks.passes import Problem, action
+
+    run = action(Problem("digits", count), "exact sparse 400" if part == "exact" else part)
+    return {"cpu": cpu_seconds(run)[1]}
 
 
 def ranks(count: int, records: int) -> dict:
@@ -214,11 +225,12 @@ def update_seconds(dim: int) -> float:
 
 
 ITEMS = {
+    "records": [f"records {part} {count}" for part in GROWING for count in SIZES],
     "ranks": [f"ranks {count} {records}" for count, records in RANK_JOBS.values()],
     "parameters": [f"parameters {size} {way} {rows}" for size in WIDTHS for rows in ROWS for way in WAYS],
     "dimensions": [f"dimensions {dim}" for dim in DIMS],
 }
-MEASURES = {"ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
+MEASURES = {"records": records, "ranks": ranks, "shared": shared, "parameters": parameters, "dimensions": dimensions}
 
 
 def run_one(item: str, log: Path) -> dict:
@@ -243,9 +255,25 @@ def measure(names: list[str], log: Path) -> Timings:
 
     runs: dict[str, list[dict]] = {}
     for name in names:
-        rounds = RANK_REPEATS if name == "ranks" else 1
+        rounds = {"ranks": RANK_REPEATS, "records": SIZE_REPEATS}.get(name, 1)
         runs |= timing.interleaved(ITEMS[name], run, journal, rounds=rounds).runs
     return Timings(runs)
+
+
+def print_records(found: Timings) -> None:
+    """CPU seconds by n, and the line through all runs, whose errors grow with n: its slope, and what is paid once."""
+    print(
+        f"CNN with 6,722 parameters, CPU s, medians of {SIZE_REPEATS}, and a line through all runs with standard errors"
+    )
+    sizes = " ".join(f"{count:>8,}" for count in SIZES)
+    print(f"{'':>10} {sizes} {'ms/record':>10} {'±':>6} {'once, s':>8} {'±':>5}")
+    for part in GROWING:
+        runs = {count: found.runs[f"records {part} {count}"] for count in SIZES}
+        n, seconds = np.array([(count, run["cpu"]) for count in SIZES for run in runs[count]]).T
+        line, spread = np.polyfit(n, seconds, 1, w=1 / n, cov=True)
+        (slope, once), errors = line, np.sqrt(np.diag(spread))
+        cells = " ".join(f"{found.median(f'records {part} {count}', 'cpu'):8.2f}" for count in SIZES)
+        print(f"{part:>10} {cells} {1e3 * slope:10.3f} {1e3 * errors[0]:6.3f} {once:8.2f} {errors[1]:5.2f}")
 
 
 def print_ranks(found: Timings) -> None:
@@ -346,10 +374,15 @@ def estimate(found: Timings) -> dict:
     return {"record_and_parameter": unit, "update": h, "spectrum": e, "table": table}
 
 
+PRINTED = {
+    "records": print_records, "ranks": print_ranks, "parameters": print_parameters, "dimensions": print_dimensions,
+}  # fmt: skip
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["ranks", "parameters", "dimensions", "estimate"])
+    parser.add_argument("parts", nargs="*", default=[*ITEMS, "estimate"])
     parser.add_argument("--log", type=Path, required=True, help="finished measurements, one line of JSON each")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -365,7 +398,7 @@ def main() -> None:
         if part == "estimate":
             results["estimate"] = estimate(found)
         else:
-            {"ranks": print_ranks, "parameters": print_parameters, "dimensions": print_dimensions}[part](found)
+            PRINTED[part](found)
         print()
     if options.out:
         with open(options.out, "w") as file:

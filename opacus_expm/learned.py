@@ -28,6 +28,7 @@ run is solved for so that the total, as the ledger computes it, is ε at δ.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,10 +49,9 @@ from opacus_expm.gathering.clipping import ClippingBounds
 from opacus_expm.gathering.criteria import make_criterion
 from opacus_expm.gathering.measurement import Measurement
 from opacus_expm.gathering.passes import Pass, Workbench
-from opacus_expm.gathering.samples import sampled
+from opacus_expm.gathering.samples import Samples, sampled
 from opacus_expm.geometry import Geometry, Known, measured
 from opacus_expm.mechanism import curves
-from opacus_expm.mechanism.choices import Source
 from opacus_expm.mechanism.quantiles import GRID
 from opacus_expm.questions import Questions
 from opacus_expm.rule import Rule
@@ -272,7 +272,7 @@ class Walk(PrivateValues):
         self._total, self._count = self._place, 0
         self._rate, self._steps = rate, 0
         self._random = asked.books.noise.source()
-        self._chance: Source | None = None
+        self._samples: Samples | None = None
         plan = (rule.noise_multiplier, rule.sample_rate, rule.steps)
         asked.ask("directions", lambda: self._place, self._place, run=plan)
 
@@ -281,11 +281,19 @@ class Walk(PrivateValues):
         """ξ, where the rounds are; it follows from what was released."""
         return self._place
 
-    def sample(self, *, whole: bool = False) -> DataLoader[Any] | None:
-        """The next Poisson sample, None where it is empty; ``whole`` has all of its records in one batch."""
-        if self._chance is None:
-            self._chance = self._asked.books.noise.source()
-        return sampled(self._loader, self.rule.sample_rate, self._chance, whole=whole)
+    def sample(self, *, whole: bool = False, size: int = 0) -> DataLoader[Any] | None:
+        """The next Poisson sample, None where it is empty.
+
+        Args:
+            whole: all of its records in one batch, for a loop.
+            size: the largest number of records in a batch; 0 is any.
+        """
+        if self._samples is None or size != self._samples.size:
+            noise, loader = self._asked.books.noise, self._loader
+            chance = noise.apart() if loader.num_workers else noise.source()
+            draw = functools.partial(sampled, loader, self.rule.sample_rate, chance, whole=whole)
+            self._samples = Samples(loader, draw, "data_loader" if whole else "loader", size)
+        return self._samples.next(self.rule.steps - self._steps)
 
     def step(self, sample: DataLoader[Any] | None) -> None:
         """Move by the direction that a Poisson sample shows; None is one without records."""

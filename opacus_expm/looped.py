@@ -92,9 +92,9 @@ class LoopedRounds:
             self._walk = self._learned.begin(self._planned)
         return self._walk
 
-    def sample(self) -> DataLoader[Any] | None:
-        """All records of the next sample in one batch, or None for one without records."""
-        return self.started.sample(whole=True)
+    def sample(self, size: int) -> DataLoader[Any] | None:
+        """All records of the next sample in one batch or in pieces of that size, or None for one without records."""
+        return self.started.sample(whole=True, size=size)
 
     def draw(self, statistics: Statistics, number: int) -> nn.Module:
         """Move by the direction of a sample; after the last one, the model that is chosen."""

@@ -70,6 +70,13 @@ class Noise:
             return np.random.default_rng(words.tolist())
         return np.random.default_rng() if self.generator is None else self.generator
 
+    def apart(self) -> Source:
+        """A source of numbers for work that is done ahead: when they are drawn changes no other numbers."""
+        random = self.source()
+        if isinstance(random, np.random.Generator) and random is self.generator:
+            return np.random.default_rng(random.integers(2**62, size=4))
+        return random
+
     def choose(self, logits: Array) -> int:
         """A candidate j with probability proportional to exp(logits[j])."""
         return chosen(logits, self.source())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import quick
 import torch
 from odd_records import ODD, neighbours, tensors
 from opacus.layers import DPLSTM
@@ -286,6 +287,32 @@ def test_the_model_that_came_is_untouched_and_a_plain_one_comes_back():
     assert not same(found, model)
     assert all(p.grad is None for p in found.parameters())
     assert not any(m._forward_hooks for m in found.modules())
+
+
+WAYS = {
+    "its own metric": {},
+    "a public metric": {"public_loader": DataLoader(TensorDataset(*tensors(40)), batch_size=20)},
+    "rows one by one": {"grad_sample_mode": "functorch"},
+    "pure": {"delta": 0.0},
+    "one draw": {"radius": 0.5, "max_grad_norm": 1.0, "max_curvature": 1.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:with 200 records")
+@pytest.mark.parametrize("way", quick.only(set(WAYS) - {"rows one by one"}, WAYS))
+def test_a_released_model_shares_no_memory_with_the_model_that_came(way):
+    """Also not what is frozen, which passes share with it, and which does not move."""
+    model = _deep()
+    model[0].requires_grad_(False)
+    model.register_buffer("mean", torch.zeros(3))
+    found = _released(model, **WAYS[way])
+    places = [{t.untyped_storage().data_ptr() for t in m.state_dict().values()} for m in (model, found)]
+    assert len(places[0]) == len(places[1]) == 5
+    assert not places[0] & places[1]
+    assert torch.equal(model[0].weight, found[0].weight)
+    with torch.no_grad():
+        model[0].weight += 1  # whoever trains on changes one of them alone
+    assert not torch.equal(model[0].weight, found[0].weight)
 
 
 def test_it_improves_on_the_start_where_much_may_be_spent():

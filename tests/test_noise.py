@@ -250,3 +250,16 @@ def test_a_secure_poisson_sample_has_its_rate(monkeypatch):
 def test_a_generators_state_is_not_shown():
     """A seed that is printed makes the noise predictable."""
     assert repr(Noise(np.random.default_rng(0))) == "Noise(secure=False)"
+
+
+def test_numbers_that_are_drawn_ahead_change_no_others():
+    """With a numpy generator, which is one stream for everything else; the others have a stream for each."""
+    for generator in (np.random.default_rng(0), torch.Generator().manual_seed(0), None):
+        noise = Noise(generator)
+        apart, source = noise.apart(), noise.source()
+        before = source.bit_generator.state
+        assert len(set(apart.integers(2**62, size=10))) == 10
+        assert source.bit_generator.state == before
+    first, second = (Noise(np.random.default_rng(0)).apart().standard_normal(3) for _ in range(2))
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, np.random.default_rng(0).standard_normal(3))

@@ -64,6 +64,9 @@ from opacus_expm.gathering.randomness import FreshWorker
 from opacus_expm.gathering.threads import KERNEL_ROWS
 
 _WAY_OUT = "pass DataLoader(dataset, batch_size=...) with shuffle on or off"
+_OPTIONS = (
+    "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+)  # fmt: skip
 _MAGIC = {"__iter__", "__getattr__", "__getattribute__"}  # of a loader; how it is made or printed plays no part
 
 
@@ -229,7 +232,7 @@ def each_alone(loader: DataLoader[Any], name: str = "loader", batch: int = 0) ->
     it fetches and collates one record at a time (``collating.Alone``). Its workers end with it; ``batch`` is as in ``like``.
     """
     # A loader of one whole batch is that of a training loop, and its batch came out of a loader like the one made here.
-    if loader.batch_sampler is None or _whole_batches(loader):
+    if loader.batch_sampler is None or _whole_batches(loader) or isinstance(loader.collate_fn, Alone):
         return loader
     collate = Alone(loader.collate_fn, name, several=batch_size(loader) != 1)
     if isinstance(loader.dataset, IterableDataset):
@@ -247,23 +250,21 @@ def each_alone(loader: DataLoader[Any], name: str = "loader", batch: int = 0) ->
 
 
 def like(
-    loader: DataLoader[Any], dataset: Dataset[Any], order: Sampler[int] | None, collate_fn: Any, batch: int = 0
+    loader: DataLoader[Any],
+    dataset: Dataset[Any],
+    order: Sampler[int] | None,
+    collate_fn: Any,
+    batch: int = 0,
+    batches: Sampler[list[int]] | None = None,
 ) -> DataLoader[Any]:
-    """A plain loader with the options of another (``batch`` is its own batch size), and workers with fresh randomness."""
+    """A plain loader with the options of another, and workers with fresh randomness; ``batches`` replaces order and size."""
+    cut: dict[str, Any] = {"sampler": order, "batch_size": batch or batch_size(loader), "in_order": loader.in_order}
     return DataLoader(
         dataset,
-        sampler=order,
-        batch_size=batch or batch_size(loader),
-        num_workers=loader.num_workers,
         collate_fn=collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
         worker_init_fn=FreshWorker(loader.worker_init_fn, collate_fn) if loader.num_workers else None,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
+        **(cut if batches is None else {"batch_sampler": batches}),
+        **{name: getattr(loader, name) for name in _OPTIONS},
     )
 
 
@@ -486,7 +487,7 @@ def batches(
     with bar(shown, desc=name, total=total, unit="record", unit_scale=True, leave=False) as counted:
         for batch in plain:
             inputs, targets = split_batch(batch, name)
-            if plain is not loader:
+            if isinstance(plain.collate_fn, Alone):
                 _check_constants(inputs, name)
             seen += targets.shape[0]
             yield from pieces_of(inputs, targets, max_physical_batch_size, device, dtype)

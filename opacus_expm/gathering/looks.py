@@ -40,16 +40,17 @@ def prepare(bench: Workbench, loader: DataLoader[Any], number: Callable[[Tensor,
     """
 
     def once() -> int:
-        inputs, targets = next(iter(bench.begin(loader, "loader")))
+        size, first = 0, next(iter(bench.begin(loader, "loader")))
         source, loss = bench.prepared
-        with torch.no_grad():
-            outputs, _ = source.outputs_and_pullback(padded(inputs, targets, bench.pieces.padded(loader))[0])
-        if number is not None:
-            number(outputs[: len(targets)], targets)
-            return outputs.shape[-1]
-        at_outputs(loss, outputs[: len(targets)], targets)
-        loss.basis(outputs.shape[-1])
-        return outputs.shape[-1]
+        for inputs, targets, count in bench.few(iter([first]), bench.pieces.padded(loader)):
+            outputs = source.outputs_and_pullback(padded(inputs, targets, count)[0])[0]  # and without the graph
+            size = outputs.shape[-1]
+            if number is not None:
+                number(outputs[: len(targets)], targets)
+                continue
+            at_outputs(loss, outputs[: len(targets)], targets)
+            loss.basis(size)
+        return size
 
     return bench.in_memory(once, loader, "loader")
 

@@ -69,8 +69,11 @@ class Samples(Rounds, Protocol):
     def until(self, number: int) -> int:
         """The round before which the epoch ends in which round ``number`` is."""
 
-    def sample(self) -> DataLoader[Any] | None:
-        """All records of the next sample in one batch, or None for one without records; what comes first is charged."""
+    def sample(self, size: int) -> DataLoader[Any] | None:
+        """All records of the next sample in one batch, or in pieces of that size where it is not 0, each collated alone.
+
+        None for a sample without records; what comes first is charged.
+        """
 
     def draw_empty(self, number: int) -> nn.Module:
         """The next weights after a sample without records, or one that the script has lost."""

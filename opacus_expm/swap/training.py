@@ -151,12 +151,12 @@ class Training(PrivateValues):
         end = samples.until(self._number) if self._ended is None else 0
         try:
             while self._ended is None and self._number < end:
-                sample = self._take(samples)
+                sample = self._take(samples, size)
                 if sample is None:
                     continue
                 epoch = self._epoch = Epoch(loaders.dataset_size(sample))
                 try:
-                    yield from self._pieces(epoch, loaders.each_alone(sample, "data_loader", size))
+                    yield from self._pieces(epoch, sample)
                 finally:
                     epoch.forget()
                 if self._ended is not None and not epoch.drawn:
@@ -184,13 +184,13 @@ class Training(PrivateValues):
                 self._epoch.break_off("Another iteration of data_loader was begun.")
             self._move(samples.draw_empty)
 
-    def _take(self, samples: Samples) -> DataLoader[Any] | None:
+    def _take(self, samples: Samples, size: int) -> DataLoader[Any] | None:
         """The next sample; None where it has no records and was drawn at once. The first one opens the run."""
         if self._placed is None and fingerprint(self.module) != self._begun_at:
             self._round, self._begun_at = samples.begin(self.module, 0), fingerprint(self.module)
         self._check_placed()
         try:
-            sample = samples.sample()
+            sample = samples.sample(size)
         except BaseException:
             self.end(
                 "What comes before a sample failed, and with it the run: what was charged stays charged. Call "

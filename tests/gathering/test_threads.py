@@ -94,7 +94,9 @@ def test_a_pass_in_small_pieces_finds_the_same(monkeypatch):
     for cache, sizes in ((CACHE, {64}), (16, {16})):
         monkeypatch.setattr(threads, "CACHE", cache)
         bench = Workbench(network, Measurement(Sparse(seed=0), None, nn.MSELoss(), progress=False))
+        SEEN.clear()
         looks.prepare(bench, loader)
+        assert max(size for size, _ in SEEN) == max(sizes)  # the first look, too
         SEEN.clear()
         quadratic = bench.public_norms(loader, curvature=True)
         found.append((looks.gradient_norms(bench, loader), *quadratic.values()))

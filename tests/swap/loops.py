@@ -60,7 +60,8 @@ def make_loop(engine=None, model=None, loader=None, optimizer=None, seed=0, **ch
     """A loop with seeded noise, unless a budget refuses it or secure mode has its own."""
     engine = ExpMQuadEngine() if engine is None else engine
     if not engine.accountant.budget:
-        engine.noise = Noise(np.random.default_rng(seed), engine.secure_mode)
+        generator = seed if isinstance(seed, torch.Generator) else np.random.default_rng(seed)
+        engine.noise = Noise(generator, engine.secure_mode)
     model = make_model() if model is None else model
     options = {
         "module": model,

@@ -103,6 +103,22 @@ def test_more_epochs_than_steps_take_all_records(layers):
     assert (few.steps, few.sample_rate) == (plain.steps, 2 / plain.steps)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.parametrize("size", quick.only([None], [None, 3]))
+def test_workers_change_nothing(size):
+    """Neither in a loop nor without one; noise from a torch generator has a stream of its own for samples."""
+    found = []
+    for workers in (0, 2):
+        options = {"loader": make_loader(num_workers=workers), "max_physical_batch_size": size}
+        loop = make_sampled(
+            ExpMQuadEngine(), epochs=5, target_epsilon=20.0, seed=torch.Generator().manual_seed(0), **options
+        )
+        for _ in range(5):
+            loop.epoch()
+        found.append(flat(loop.module))
+    assert torch.equal(*found)
+
+
 CASES = {
     "small pieces": {"max_physical_batch_size": 3},
     "functorch": {"grad_sample_mode": "functorch"},
