@@ -51,9 +51,9 @@ def engines(monkeypatch):
 @pytest.fixture
 def seeded_noise(monkeypatch):
     """The same noise for every draw as if it came from the operating system: a budget accepts no generator."""
-    source = Noise.source
+    ordinary = Noise.ordinary
 
     def seeded(self):
-        return np.random.default_rng(5) if self.generator is None else source(self)
+        return np.random.default_rng(5) if self.generator is None else ordinary(self)
 
-    monkeypatch.setattr(Noise, "source", seeded)
+    monkeypatch.setattr(Noise, "ordinary", seeded)

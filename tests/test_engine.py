@@ -395,7 +395,7 @@ def test_validate_says_what_cannot_be_used(module, loader, error, reason):
 def test_module_level_function_is_the_method(monkeypatch):
     function, method = (inspect.signature(f).parameters for f in (make_private_expm, ExpMQuadEngine.make_private_expm))
     assert [str(method[name]) for name in function] == [str(function[name]) for name in function]
-    monkeypatch.setattr(Noise, "source", lambda self: np.random.default_rng(1))
+    monkeypatch.setattr(Noise, "ordinary", lambda self: np.random.default_rng(1))
     call = (make_model(torch.float64), make_loader(torch.float64), 2.0, 0.4, None)
     options = {"delta": 1e-6, "criterion": nn.MSELoss(), "public_loader": make_loader(torch.float64, seed=7)}
     assert function.keys() == dict.fromkeys(["model", "loader", "epsilon", "radius", "proj_dim", *options]).keys()

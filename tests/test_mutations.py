@@ -28,7 +28,7 @@ from scipy import integrate, stats
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from opacus_expm import ExpMQuadEngine, _files, audit, bounds, learned, paper, rounds
+from opacus_expm import ExpMQuadEngine, _files, audit, bounds, geometry, learned, paper, rounds
 from opacus_expm._tables import markdown
 from opacus_expm.accounting import accountant, filters, ledger
 from opacus_expm.accounting.accountant import ExpMAccountant
@@ -887,8 +887,8 @@ def _unclipped_losses(patch):
 
 
 def _half_symmetric(patch):
-    right = learned.symmetric_noise
-    patch.setattr(learned, "symmetric_noise", lambda *a: right(*a) / 2)
+    right = geometry.symmetric_noise
+    patch.setattr(geometry, "symmetric_noise", lambda *a: right(*a) / 2)
 
 
 def _bound_off_the_data(patch):
@@ -1085,7 +1085,7 @@ def _float32_sums_under_autocast(patch):
 
 
 def _global_seed(patch):
-    patch.setattr(Noise, "source", lambda _: np.random.default_rng(torch.initial_seed()))
+    patch.setattr(Noise, "ordinary", lambda _: np.random.default_rng(torch.initial_seed()))
 
 
 def _charge_after_the_draw(patch):

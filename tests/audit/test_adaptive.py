@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from opacus_expm import audit, learned
+from opacus_expm import audit, geometry, learned
 from opacus_expm.audit import adaptive, told
 from opacus_expm.audit.adaptive import JointLaw
 from opacus_expm.learned import Walk
@@ -106,8 +106,8 @@ def test_other_budgets(epsilon):
 
 
 def _half_of_the_symmetric_noise(patch):
-    right = learned.symmetric_noise
-    patch.setattr(learned, "symmetric_noise", lambda *a: right(*a) / 2)
+    right = geometry.symmetric_noise
+    patch.setattr(geometry, "symmetric_noise", lambda *a: right(*a) / 2)
 
 
 def _noise_of_directions(factor):

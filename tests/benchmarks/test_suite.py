@@ -336,8 +336,8 @@ def test_every_stored_pure_plan_is_the_public_formula(found):
 
 @pytest.mark.filterwarnings("ignore:with 300 records")  # n·ε is small
 def test_the_metric_comes_from_where_it_is_asked_to(tiny):
-    """Without one nothing is asked for it, and with that of public records neither; the private one is asked for."""
-    asked = {"ours": {"metric", "scale"}, "plain": {"scale"}, "public": set()}
+    """Without one nothing is asked for it; public records tell how much a head curves, and spare its scale."""
+    asked = {"ours": {"metric", "scale"}, "plain": {"scale"}, "public": {"metric"}}
     for source, questions in asked.items():
         run = ours.ours("icu", 1.0, 0, source)
         check_plan(1.0, 1e-5, run)

@@ -702,7 +702,7 @@ def test_failures_and_tails_are_within_what_the_ledger_carries(k, reach):
 
 def test_system_noise_is_normal_and_uniform():
     noise = SystemNoise()
-    assert stats.kstest(noise.standard_normal(2000, 10).ravel(), stats.norm.cdf).pvalue > 1e-6
+    assert stats.kstest(noise.standard_normal((2000, 10)).ravel(), stats.norm.cdf).pvalue > 1e-6
     assert stats.kstest(noise.random(20_000), stats.uniform.cdf).pvalue > 1e-6
     assert noise.consumed == 40_000
 
