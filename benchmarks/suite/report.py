@@ -30,7 +30,7 @@ GEOMETRY_HEADINGS = (
 )
 
 METRIC_HEADINGS = (
-    *("task", "ε", "seeds", "no metric", "ours, untuned", "metric of public records", "ours − no metric"),
+    *("task", "ε", "seeds", "no metric", "ours, untuned", "with public records", "ours − no metric"),
     "public − ours",
 )
 
