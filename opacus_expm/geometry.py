@@ -61,7 +61,7 @@ class Known:
     """What public records show of a model's layers.
 
     Attributes:
-        factors: A and B of one block after the other, each with trace 1.
+        factors: A and B of one block after the other, each with trace 1; of equal eigenvalues where no record shows any.
         shares: each block's share of the curvature.
         trace: the median curvature of a record.
     """
@@ -87,7 +87,8 @@ class Known:
         count, trace = len(sums.traces), float(sums.traces.sum(1).median())
         if trace <= 0:
             raise ValueError("public_loader's records have no curvature: leave public_loader out")
-        return cls([shrunk(t / count, count) for t in sums.factors], sums.shares / sums.shares.sum(), trace)
+        factors = [t / t.trace() if t.trace() > 0 else torch.eye(len(t)).to(t) / len(t) for t in sums.factors]
+        return cls([shrunk(t, count) for t in factors], sums.shares / sums.shares.sum(), trace)
 
 
 def measured(
@@ -123,8 +124,7 @@ def measured(
     else:
         trace = asked.quantile("scale", sums.traces.sum(1).numpy(), 0.5, price)
     if known is not None:
-        pairs = zip(known.factors, factors, edges, strict=True)
-        spectra = [Spectrum.of(corrected(public, told, beyond)) for public, told, beyond in pairs]
+        spectra = [_informed(*t) for t in zip(known.factors, factors, edges, strict=True)]
     elif rule.head:
         dampings = [_HEAD_DAMPING * e for e in edges]
         roots = tuple(Spectrum.of(t).root(d) for t, d in zip(factors, dampings, strict=True))
@@ -152,6 +152,12 @@ def _released(asked: Questions, sums: FactorSums, rule: Rule) -> tuple[list[Tens
     *parts, told = torch.split(asked.ask("metric", noisy, like, mu=rule.metric_mu) / n, sizes)
     factors = [part.view_as(t) for part, t in zip(parts, matrices, strict=True)]
     return factors, told if len(shares) else torch.ones(1, dtype=torch.float64)
+
+
+def _informed(known: Tensor, told: Tensor, beyond: float) -> Spectrum:
+    """Of a factor that public records show and private ones correct; where these have none, that of the public ones."""
+    found = Spectrum.of(corrected(known, told, beyond))
+    return found if float(found.values.max()) > beyond else Spectrum.of(known)
 
 
 def _seen(told: Tensor, deviation: float, known: Tensor) -> Tensor:

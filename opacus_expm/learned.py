@@ -61,7 +61,6 @@ from opacus_expm.subspaces.sparse import Sparse
 _AVERAGED = 0.4  # of the steps, at the end
 _BOUND_QUANTILE, _BOUND_FACTOR = 0.85, 0.5  # high: rare classes have the largest gradients
 _LOSS_QUANTILE, _LOSS_FACTOR = 0.75, 2.0  # a bound of losses that has to be bought
-_CHOICES = (0.0, 1.0)  # of the mean of the last places
 _RELUCTANCE = np.array(
     [-8.0, 0.0]
 )  # public weights of the choices, and the other way round where there is little signal
@@ -342,7 +341,7 @@ class Walk(PrivateValues):
         The start's gain is 0 and a record's share of the other lies in [−B, B], so that it moves the scores by a range of at
         most B. What is to be kept where the gains cannot tell is a matter of public numbers.
         """
-        places = [share * self._total / self._count for share in _CHOICES]
+        places = [torch.zeros_like(self._place), self._total / self._count]
         gains = looks.gains(self._bench, self._loader, places, self._guess)
         epsilon = _price(self.rule.choice_mu)
         weights = _RELUCTANCE if _signal(self.rule, self._bench.layout.size) >= _LOST else -_RELUCTANCE

@@ -237,6 +237,21 @@ def test_public_records_that_are_unlike_the_private_ones_hardly_matter(monkeypat
             torch.testing.assert_close(first.dense(), second.dense(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("epsilon", [EPSILON, 50.0])
+def test_a_layer_without_gradients_takes_its_units_from_nowhere(epsilon, monkeypatch):
+    """As that of a LoRA adapter at the start: its factor is zero, both in public records and in private ones."""
+    model = _deep()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    found = []
+    right = Workbench.within
+    monkeypatch.setattr(Workbench, "within", lambda self, metric: found.append(metric) or right(self, metric))
+    released = _released(model, epsilon=epsilon, public_loader=_public())
+    assert all(root.dense().isfinite().all() for roots in found[0].roots for root in roots)
+    assert flat(released).isfinite().all()
+    assert not same(released, model)
+
+
 def test_public_curvature_is_that_of_a_model_that_knows_nothing(monkeypatch):
     """A model that is sure of the public records has the curvature of one that knows nothing, not a thousandth of it."""
     curvatures = []
